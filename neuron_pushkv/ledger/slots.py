@@ -1,0 +1,43 @@
+"""Slots and epochs: what the immediate of every write says, and whose it is."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from neuron_pushkv.transport.base import EPOCHS, SLOTS
+
+
+class SlotTable:
+    """Hands out (slot, epoch), each slot least recently used, each use of a slot with its next epoch.
+
+    A slot comes back only when it is quiet. With 2^20 slots taken in turn an epoch of 12 bits comes round after four
+    thousand million deliveries, long after any write of the first one.
+    """
+
+    def __init__(self, slots: int = SLOTS) -> None:
+        self._slots = slots
+        self._fresh = 0
+        self._quiet: deque[tuple[int, int]] = deque()
+        self._taken: dict[int, int] = {}
+
+    def take(self) -> tuple[int, int] | None:
+        """A slot and its new epoch, or None when all are taken."""
+        if self._fresh < self._slots:
+            slot, epoch = self._fresh, 1
+            self._fresh += 1
+        elif self._quiet:
+            slot, last = self._quiet.popleft()
+            epoch = (last + 1) % EPOCHS
+        else:
+            return None
+        self._taken[slot] = epoch
+        return slot, epoch
+
+    def give_back(self, slot: int) -> None:
+        """The slot is quiet: no write of its epoch can arrive any more."""
+        self._quiet.append((slot, self._taken.pop(slot)))
+
+    @property
+    def taken(self) -> int:
+        """How many are in use."""
+        return len(self._taken)

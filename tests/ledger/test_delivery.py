@@ -1,0 +1,574 @@
+"""One delivery, both ledgers: every order of events, every end, each reported once."""
+
+from __future__ import annotations
+
+import pytest
+
+from neuron_pushkv.config import ConnectorSettings
+from neuron_pushkv.errors import Reason
+from neuron_pushkv.orders import Offer, Receive
+from neuron_pushkv.wire import Cancel, Cancelled, Commit, Done, Fail, Register
+
+from .pair import BLOCK, CONNECTION, Pair, content
+
+
+def test_registration_before_prefill_ends() -> None:
+    pair = Pair()
+    pair.offer()
+    pair.receive()
+    pair.flush()
+    assert not pair.tickets, "nothing moves before the prompt is computed"
+    pair.seal()
+    pair.push()
+    pair.finish()
+    assert pair.reports == [("d", None)]
+    assert pair.sent == [None]
+    assert pair.freed == [], "kept for a second delivery for a moment"
+    pair.pass_time(1.1)
+    assert pair.freed == ["p"]
+    assert pair.quiet()
+
+
+@pytest.mark.parametrize("order", ["offer-receive-seal", "receive-offer-seal", "offer-seal-receive"])
+def test_any_order(order: str) -> None:
+    pair = Pair()
+    for step in order.split("-"):
+        {"offer": pair.offer, "receive": pair.receive, "seal": pair.seal}[step]()
+        pair.flush()
+    pair.push()
+    pair.finish()
+    pair.pass_time(2)
+    assert (pair.reports, pair.freed) == ([("d", None)], ["p"])
+    assert pair.quiet()
+
+
+def test_late_registration_is_served_after_the_request_has_finished() -> None:
+    pair = Pair()
+    pair.offer()
+    pair.seal()
+    pair.finish()
+    pair.pass_time(29)
+    pair.receive()
+    pair.push()
+    pair.pass_time(2)
+    assert pair.reports == [("d", None)]
+    assert pair.freed == ["p"]
+
+
+def test_unclaimed_source_is_let_go_and_a_later_registration_is_told_at_once() -> None:
+    pair = Pair()
+    pair.offer()
+    pair.seal()
+    pair.finish()
+    pair.pass_time(31)
+    assert pair.freed == ["p"]
+    pair.receive()
+    pair.flush()
+    assert pair.reports == [("d", Reason.GONE)]
+
+
+def test_only_the_count_of_arrivals_completes_a_delivery() -> None:
+    """F35, guarantee 10: the sender's own completion proves nothing."""
+    pair = Pair()
+    pair.offer()
+    pair.seal()
+    pair.receive()
+    pair.flush()
+    pair.land(writes=2)
+    pair.written()
+    pair.flush()
+    assert pair.reports == []
+    pair.pass_time(125)
+    assert pair.reports == [("d", Reason.TIMEOUT)]
+    assert pair.drops, "it says that three were written and two have come: only a fence makes that quiet"
+
+
+def test_arrivals_before_commit() -> None:
+    pair = Pair()
+    pair.offer()
+    pair.seal()
+    pair.receive()
+    pair.at_sender(pair.to_sender.popleft())
+    pair.land()
+    pair.written()
+    assert pair.reports == []
+    pair.flush()
+    assert pair.reports == [("d", None)]
+
+
+def test_stale_epoch_is_never_credited() -> None:
+    pair = Pair()
+    pair.offer()
+    pair.receive()
+    pair.flush()
+    for wrong in (Commit(0, 9, 1, 100), Commit(5, 1, 1, 100), Fail(0, 0, 0, 0, Reason.GONE, "")):
+        pair.at_receiver(wrong)
+    assert pair.reports == []
+    assert pair.events == ["stale_message"] * 3
+
+
+@pytest.mark.parametrize("tokens", [99, 101, 0])
+def test_commit_of_another_number_of_tokens_ends_the_peer(tokens: int) -> None:
+    pair = Pair()
+    pair.offer()
+    pair.receive()
+    pair.flush()
+    pair.at_receiver(Commit(0, 1, 3, tokens))
+    assert pair.drops
+    assert pair.reports == [("d", Reason.PEER_LOST)]
+
+
+# What the sender refuses.
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"block_size": 16}, Reason.LAYOUT_MISMATCH),
+        ({"start_token": 100}, Reason.BAD_RANGE),
+        ({"start_token": -32}, Reason.BAD_RANGE),
+        ({"start_token": 5}, Reason.BAD_RANGE),
+        ({"epoch": 4096}, Reason.BAD_RANGE),
+        ({"slot": 1 << 20}, Reason.BAD_RANGE),
+        ({"slot": -1}, Reason.BAD_RANGE),
+        ({"blocks": ()}, Reason.UNSUPPORTED),
+        ({"blocks": ((1, 2, 3, 4), (5, 6, 7, 8))}, Reason.UNSUPPORTED),
+        ({"blocks": ((1, 2, 3),)}, Reason.BAD_BLOCKS),
+        ({"blocks": ((1, 2, 3, 3),)}, Reason.BAD_BLOCKS),
+        ({"blocks": ((1, 2, 3, 64),)}, Reason.BAD_BLOCKS),
+        ({"blocks": ((1, 2, 3, -1),)}, Reason.BAD_BLOCKS),
+        ({"end_content": b"x" * 16}, Reason.CONTENT_MISMATCH),
+        ({"start_content": b""}, Reason.CONTENT_MISMATCH),
+        ({"end_token": 97}, Reason.CONTENT_MISMATCH),
+        ({"end_token": 128}, Reason.CONTENT_MISMATCH),
+    ],
+)
+def test_bad_registration_is_rejected_and_hurts_nobody_else(change: dict[str, object], reason: Reason) -> None:
+    """F19: foreign blocks, ranges and contents amid good traffic."""
+    pair = Pair()
+    pair.offer()
+    pair.seal()
+    pair.receive("good")
+    good = pair.to_sender.popleft()
+    assert isinstance(good, Register)
+    fields = {name: getattr(good, name) for name in good.__struct_fields__} | {"slot": 9} | change
+    bad = Register(**fields)
+    pair.at_sender(bad)
+    answer = pair.to_receiver.pop()
+    assert (type(answer).__name__, getattr(answer, "reason", None)) == ("Rejected", reason)
+    pair.to_sender.append(good)
+    pair.push()
+    assert pair.reports == [("good", None)]
+
+
+def test_prompts_of_equal_transfer_and_other_content_are_never_paired() -> None:
+    pair = Pair()
+    pair.offer()
+    pair.seal()
+    pair.receive(first=2)
+    pair.flush()
+    assert pair.reports == [("d", Reason.CONTENT_MISMATCH)]
+    assert not pair.tickets
+
+
+def test_batch_of_prompts_under_one_transfer() -> None:
+    """Two prompts, two receivers, each gets its own, though the second prompt appears late."""
+    pair = Pair()
+    pair.sender(pair.outbound.offer(Offer("p1", "t", content(100, 1), 2), pair.now))
+    pair.receive("d2", first=2)
+    pair.receive("d1", first=1)
+    pair.flush()
+    pair.sender(pair.outbound.offer(Offer("p2", "t", content(100, 2), 2), pair.now))
+    for request in ("p1", "p2"):
+        pair.seal(request)
+    pair.flush()
+    for ticket in list(pair.tickets):
+        pair.land(ticket)
+        pair.written(ticket)
+    pair.flush()
+    assert sorted(pair.reports) == [("d1", None), ("d2", None)]
+
+
+def test_pairing_by_content_takes_the_oldest_with_the_fewest_deliveries() -> None:
+    """An old proxy names no transfer. Equal contents are served one each, whatever their transfer ids."""
+    pair = Pair()
+    pair.offer("p1", "")
+    pair.offer("p2", "some")
+    pair.seal("p1")
+    pair.seal("p2")
+    pair.receive("d1", "")
+    pair.receive("d2", "")
+    pair.push()
+    pair.land()
+    pair.written()
+    pair.flush()
+    assert pair.reports == [("d2", None), ("d1", None)]
+    for request in ("p1", "p2"):
+        pair.finish(request)
+    pair.pass_time(2)
+    assert sorted(pair.freed) == ["p1", "p2"], "each had one delivery"
+
+
+def test_retry_is_a_new_transfer() -> None:
+    """F6: the first leg is lost; a retry with the same prompt and another id gets its own blocks and count."""
+    pair = Pair()
+    pair.receive("first", "t1")
+    pair.receive("again", "t2")
+    pair.flush()
+    pair.offer("p2", "t2")
+    pair.seal("p2")
+    pair.push()
+    assert pair.reports == [("again", None)]
+    pair.pass_time(11)
+    assert pair.reports == [("again", None), ("first", Reason.UNKNOWN_SOURCE)]
+    pair.finish("p2")
+    pair.pass_time(2)
+    assert pair.quiet()
+    assert pair.outbound.sources == 0
+
+
+# Patience with a sender that does not know the source.
+
+
+def test_unknown_source_fails_after_the_patience_of_an_idle_sender() -> None:
+    pair = Pair()
+    pair.receive()
+    pair.pass_time(9.5)
+    assert pair.reports == []
+    pair.pass_time(1)
+    assert pair.reports == [("d", Reason.UNKNOWN_SOURCE)]
+    assert pair.quiet()
+
+
+def test_long_step_is_no_fault_of_the_request() -> None:
+    """Requests enter vLLM between steps; a step of half a minute must not fail those that wait for its end."""
+    pair = Pair()
+    pair.outbound.begin_step()
+    pair.receive()
+    pair.pass_time(30)
+    assert pair.reports == []
+    pair.outbound.end_step()
+    pair.outbound.begin_step()
+    pair.pass_time(5)
+    assert pair.reports == []
+    pair.offer()
+    pair.outbound.end_step()
+    pair.seal()
+    pair.push()
+    assert pair.reports == [("d", None)]
+
+
+def test_long_queue_at_the_sender_with_steps_going_on() -> None:
+    """A receiver's deadline is for a sender without progress, not for a slow one."""
+    pair = Pair()
+    pair.offer()
+    pair.receive()
+    for _ in range(60):
+        pair.outbound.begin_step()
+        pair.outbound.end_step()
+        pair.pass_time(10)
+    assert pair.reports == []
+    pair.pass_time(130)
+    assert pair.reports == [("d", Reason.TIMEOUT)]
+
+
+# The receiver gives up (F1, F7).
+
+
+def _until_registered(pair: Pair) -> None:
+    pair.receive()
+
+
+def _until_accepted(pair: Pair) -> None:
+    pair.receive()
+    pair.flush()
+
+
+def _until_waiting(pair: Pair) -> None:
+    pair.offer()
+    pair.receive()
+    pair.flush()
+
+
+def _until_writing(pair: Pair) -> None:
+    pair.offer()
+    pair.seal()
+    pair.receive()
+    pair.flush()
+
+
+def _until_partly_landed(pair: Pair) -> None:
+    _until_writing(pair)
+    pair.land(writes=1)
+
+
+def _until_written(pair: Pair) -> None:
+    _until_writing(pair)
+    pair.written()
+
+
+STAGES = [
+    _until_registered,
+    _until_accepted,
+    _until_waiting,
+    _until_writing,
+    _until_partly_landed,
+    _until_written,
+]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("times", [1, 3])
+def test_abort_at_every_stage(stage: object, times: int) -> None:
+    """Reported once, and only when nothing of the delivery can land any more."""
+    pair = Pair()
+    assert callable(stage)
+    stage(pair)
+    for _ in range(times):
+        pair.receiver(pair.inbound.withdraw("d", pair.now))
+    pair.flush()
+    for ticket in list(pair.tickets):
+        assert pair.reports == [], "a write is under way: the blocks are not vLLM's yet"
+        assert pair.cancelled_tickets == [ticket]
+        landed = next(iter(pair.counts.values()))
+        pair.land(ticket, pair.writes - landed)
+        pair.written(ticket)
+    pair.flush()
+    if not pair.reports:
+        pair.land_rest()
+    assert pair.reports == [("d", Reason.ABORTED)]
+    assert not pair.drops
+    pair.offer("later", "x")
+    pair.pass_time(31)
+    assert len(pair.inbound) == 0
+    assert len(pair.outbound) == 0
+    assert not pair.expected
+
+
+def test_abort_before_the_peer_is_connected_is_reported_at_once() -> None:
+    pair = Pair()
+    prompt = content(64)
+    order = Receive("d", "t", "127.0.0.1", 1, 0, 64, prompt.at(0), prompt.at(64), ((1, 2),))
+    pair.receiver(pair.inbound.receive(order, pair.now))
+    pair.receiver(pair.inbound.withdraw("d", pair.now))
+    pair.receiver(pair.inbound.connected("d", CONNECTION, pair.now))
+    pair.receiver(pair.inbound.unreachable("d", Reason.UNREACHABLE, "", pair.now))
+    assert pair.reports == [("d", Reason.ABORTED)]
+    assert not pair.to_sender
+
+
+def test_abort_with_a_sender_that_never_answers_ends_with_a_fence() -> None:
+    pair = Pair(ConnectorSettings(cancel_seconds=2))
+    _until_writing(pair)
+    pair.receiver(pair.inbound.withdraw("d", pair.now))
+    pair.to_sender.clear()
+    pair.pass_time(1.5)
+    assert pair.reports == []
+    pair.pass_time(1)
+    assert pair.drops
+    assert pair.reports == [("d", Reason.ABORTED)]
+
+
+def test_cancelled_count_that_never_arrives_ends_with_a_fence() -> None:
+    pair = Pair()
+    _until_writing(pair)
+    pair.receiver(pair.inbound.withdraw("d", pair.now))
+    pair.flush()
+    pair.written()
+    pair.flush()
+    assert pair.reports == [], "CANCELLED said three writes, none has come"
+    pair.pass_time(2.5)
+    assert pair.drops
+    assert pair.reports == [("d", Reason.ABORTED)]
+
+
+def test_cancel_that_crosses_commit_and_done() -> None:
+    pair = Pair()
+    _until_writing(pair)
+    pair.receiver(pair.inbound.withdraw("d", pair.now))
+    pair.land()
+    pair.at_receiver(Commit(0, 1, 3, 100))
+    pair.written()
+    pair.flush()
+    assert pair.reports == [("d", Reason.ABORTED)]
+    pair.at_sender(Done(0, 1))
+    pair.at_sender(Cancel(0, 1))
+    pair.at_receiver(Cancelled(0, 1, 3))
+    assert pair.events == ["stale_message"] * 3
+    assert len(pair.reports) == 1
+
+
+# The sender fails (F3, F5).
+
+
+def test_failed_post_is_told_at_once_and_others_go_on() -> None:
+    pair = Pair()
+    _until_waiting(pair)
+    pair.offer("q", "u")
+    pair.receive("e", "u")
+    pair.flush()
+    pair.seal()
+    pair.failed(written=0)
+    pair.flush()
+    assert pair.reports == [("d", Reason.WRITE_FAILED)]
+    pair.seal("q")
+    pair.push()
+    assert pair.reports == [("d", Reason.WRITE_FAILED), ("e", None)]
+    assert not pair.drops
+
+
+def test_failed_in_the_middle_waits_for_the_writes_that_were_made() -> None:
+    pair = Pair()
+    _until_writing(pair)
+    pair.failed(written=2)
+    pair.flush()
+    assert pair.reports == [("d", Reason.WRITE_FAILED)]
+    assert not pair.drops
+
+
+def test_failed_with_writes_in_doubt_ends_the_peer_before_vllm_hears() -> None:
+    pair = Pair()
+    _until_writing(pair)
+    pair.failed(written=1, in_doubt=1)
+    pair.flush()
+    assert pair.drops
+    assert pair.reports == [("d", Reason.WRITE_FAILED)]
+
+
+def test_prefill_that_fails_is_told_at_once() -> None:
+    pair = Pair()
+    _until_waiting(pair)
+    pair.finish(kept=False)
+    pair.flush()
+    assert pair.reports == [("d", Reason.PREFILL_FAILED)]
+    assert pair.quiet()
+    assert pair.freed == [], "vLLM has freed the blocks itself"
+    pair.receive("late")
+    pair.flush()
+    assert pair.reports[-1] == ("late", Reason.GONE)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_connection_that_ends_at_every_stage(stage: object) -> None:
+    pair = Pair()
+    assert callable(stage)
+    stage(pair)
+    pair.cut()
+    assert pair.reports == [("d", Reason.PEER_LOST)]
+    pair.pass_time(60)
+    assert pair.reports == [("d", Reason.PEER_LOST)]
+    assert pair.quiet()
+
+
+def test_quarantine_after_a_fence_that_is_not_final() -> None:
+    pair = Pair(quarantine=5.0)
+    _until_writing(pair)
+    pair.cut()
+    pair.pass_time(4.5)
+    assert pair.reports == []
+    pair.pass_time(1)
+    assert pair.reports == [("d", Reason.PEER_LOST)]
+
+
+def test_source_outlives_its_lease_while_a_write_reads_it() -> None:
+    """F2: no lease ends under a write that is under way."""
+    pair = Pair(ConnectorSettings(keep_unclaimed_seconds=2))
+    _until_writing(pair)
+    pair.finish()
+    pair.pass_time(60)
+    assert pair.freed == []
+    pair.land()
+    pair.written()
+    pair.flush()
+    pair.pass_time(3)
+    assert pair.freed == ["p"]
+    assert pair.reports == [("d", None)]
+
+
+def test_write_that_never_ends_is_ended_by_a_fence() -> None:
+    pair = Pair()
+    _until_writing(pair)
+    pair.finish()
+    pair.pass_time(200)
+    assert pair.drops
+    assert pair.reports[0][0] == "d"
+    pair.pass_time(31)
+    assert pair.freed == ["p"]
+    assert pair.quiet()
+
+
+def test_source_is_kept_for_all_announced_deliveries() -> None:
+    pair = Pair()
+    pair.offer(deliveries=2)
+    pair.seal()
+    pair.finish()
+    pair.receive("d1")
+    pair.push()
+    pair.pass_time(20)
+    assert pair.freed == []
+    pair.receive("d2")
+    pair.push()
+    pair.pass_time(1.5)
+    assert pair.freed == ["p"]
+    assert pair.reports == [("d1", None), ("d2", None)]
+
+
+def test_release_lets_go_at_once_but_not_under_a_write() -> None:
+    pair = Pair()
+    _until_writing(pair)
+    pair.finish()
+    pair.sender(pair.outbound.release("t", pair.now))
+    assert pair.freed == []
+    pair.push()
+    assert pair.freed == ["p"]
+
+
+def test_preempted_source_fails_its_writes_and_is_served_again_when_recomputed() -> None:
+    pair = Pair()
+    _until_writing(pair)
+    pair.sender(pair.outbound.drain("p"))
+    assert pair.outbound.reading("p") == {CONNECTION}
+    pair.failed(written=1)
+    assert pair.outbound.reading("p") == set()
+    pair.outbound.preempted("p")
+    pair.flush()
+    assert pair.reports == [("d", Reason.PREEMPTED)]
+    pair.receive("again")
+    pair.flush()
+    assert not pair.tickets, "its blocks are not computed any more"
+    pair.offer()
+    pair.seal()
+    pair.push()
+    assert pair.reports[-1] == ("again", None)
+
+
+def test_prefix_hit_at_the_receiver_asks_by_position() -> None:
+    pair = Pair()
+    pair.offer()
+    pair.seal()
+    pair.receive(start=2 * BLOCK)
+    pair.flush()
+    write = pair.tickets[1]
+    assert write.source == (2, 3)
+    assert write.target == (10, 11)
+    assert write.tokens == 36
+    pair.push()
+    assert pair.reports == [("d", None)]
+
+
+def test_inbound_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuron_pushkv.ledger.inbound.MAX_DELIVERIES", 2)
+    pair = Pair()
+    for number in range(3):
+        pair.receive(f"d{number}")
+    assert pair.reports == [("d2", Reason.TABLE_FULL)]
+    assert len(pair.inbound) == 2
+
+
+def test_outbound_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuron_pushkv.ledger.outbound.MAX_DELIVERIES", 2)
+    pair = Pair()
+    for number in range(3):
+        pair.receive(f"d{number}")
+    pair.flush()
+    assert pair.reports == [("d2", Reason.TABLE_FULL)]
