@@ -1,8 +1,8 @@
 """Every setting, once.
 
 Three documents are validated here: the connector's ``kv_connector_extra_config`` (:class:`ConnectorSettings`), the
-router's section (:class:`RouterSettings`) and a fleet file (:class:`FleetSettings`). Durations are seconds, sizes bytes.
-Unknown keys are refused, so that a misspelt setting is never silently a default.
+router's section (:class:`RouterSettings`) and a fleet file (:class:`FleetSettings`). Durations are seconds. Unknown
+keys are refused, so that a misspelt setting is never silently a default.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import ipaddress
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from neuron_pushkv.errors import ConfigError
 
@@ -31,12 +31,12 @@ Settings = TypeVar("Settings", bound=BaseModel)
 class Strict(BaseModel):
     """Base of every settings class: unknown keys are errors, values can't be changed after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def is_loopback(host: str) -> bool:
     """Whether ``host`` (a name or an address) can only be reached from this machine."""
-    if host == "localhost":
+    if host.lower() == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -47,9 +47,16 @@ def is_loopback(host: str) -> bool:
 class Security(Strict):
     """What the connector and the router share about who may talk to whom."""
 
-    fleet_key: str | None = None
+    fleet_key: str | None = Field(default=None, min_length=1, repr=False)
     """Shared secret of all engines and routers. Prefer ``fleet_key_file`` or the environment variable."""
     fleet_key_file: Path | None = None
+    """File whose content, without surrounding white space, is the fleet key."""
+
+    @model_validator(mode="after")
+    def _one_key(self) -> Self:
+        if self.fleet_key and self.fleet_key_file:
+            raise ValueError("fleet_key and fleet_key_file are both set; keep one of them")
+        return self
 
     def key(self) -> bytes | None:
         """The fleet key, from the setting, the file or ``PUSHKV_FLEET_KEY``; ``None`` if there is none.
@@ -66,7 +73,7 @@ class Security(Strict):
             if not key:
                 raise ConfigError(f"fleet_key_file {self.fleet_key_file} is empty; put the fleet's shared secret in it")
             return key
-        from_environment = os.environ.get(FLEET_KEY_VARIABLE, "")
+        from_environment = os.environ.get(FLEET_KEY_VARIABLE, "").strip()
         return from_environment.encode() or None
 
 
@@ -85,8 +92,9 @@ class ConnectorSettings(Security):
     """Path of libfabric.so.1; by default EFA's own, then the loader's, then the one in the ``mpich`` wheel."""
 
     connect_seconds: PositiveSeconds = 2.0
-    """Connect and handshake; a peer that failed isn't tried again for ``unreachable_seconds``."""
+    """How long connecting to a peer and the handshake with it may take together."""
     unreachable_seconds: Seconds = 1.0
+    """How long a peer that couldn't be reached isn't tried again."""
     unknown_source_seconds: PositiveSeconds = 10.0
     """How long a registration waits at a sender that does not know the source (and is idle or has begun two steps)."""
     no_progress_seconds: PositiveSeconds = 120.0
@@ -99,6 +107,14 @@ class ConnectorSettings(Security):
     """How long a receiver waits for CANCELLED, or for a failed delivery's count, before it fences the peer."""
     quarantine_seconds: Seconds | None = None
     """How long blocks stay unused after a fence; by default 5 s, and 0 s where the provider's fence is final."""
+
+    @field_validator("allowed_remote_hosts")
+    @classmethod
+    def _networks_are_valid(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if "/" in host:
+                ipaddress.ip_network(host, strict=False)
+        return hosts
 
     @model_validator(mode="after")
     def _loopback_without_key(self) -> ConnectorSettings:
@@ -114,7 +130,9 @@ class RouterSettings(Security):
     """The router: where it listens and which engines it sends to."""
 
     host: str = "127.0.0.1"
+    """Address to listen on for clients."""
     port: UserPort = 8000
+    """Port to listen on for clients."""
     prefill: tuple[str, ...] = ()
     """Base URLs of prefill engines, like ``http://127.0.0.1:8100``."""
     decode: tuple[str, ...] = ()
@@ -122,7 +140,9 @@ class RouterSettings(Security):
     prefill_push: tuple[str, ...] = ()
     """``host:port`` of each prefill engine's directory, in the same order as ``prefill``."""
     decode_push: tuple[str, ...] = ()
+    """The same for ``decode``."""
     connect_seconds: PositiveSeconds = 2.0
+    """How long connecting to an engine may take."""
     request_seconds: PositiveSeconds = 600.0
     """How long one request may take from its first byte to its last."""
 
@@ -141,16 +161,21 @@ class EngineSettings(Strict):
     """One vLLM server of a fleet on this machine."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+    """Its name in logs and towards its peers: small letters, digits and dashes. Stays the same over restarts."""
     role: Literal["prefill", "decode", "undivided"]
     """``undivided`` runs without the connector: the yardstick for tokens."""
     host: str = "127.0.0.1"
+    """Address of its HTTP server."""
     port: UserPort
+    """Port of its HTTP server."""
     connector: ConnectorSettings | None = None
     """Required for prefill and decode."""
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    """What becomes of a request whose KV didn't arrive: computed here, or ended with an error."""
     arguments: tuple[str, ...] = ()
     """Further arguments of ``vllm.entrypoints.openai.api_server``."""
     environment: dict[str, str] = {}
+    """Environment variables for this engine, on top of the fleet's."""
 
     @model_validator(mode="after")
     def _connector_by_role(self) -> EngineSettings:
@@ -167,8 +192,11 @@ class FleetSettings(Strict):
     arguments: tuple[str, ...] = ()
     """Arguments that every engine gets, before its own."""
     environment: dict[str, str] = {}
+    """Environment variables that every engine gets."""
     engines: Annotated[tuple[EngineSettings, ...], Field(min_length=1)]
+    """The vLLM servers, see below."""
     router: RouterSettings | None = None
+    """The router in front of them, if there is to be one."""
     start_seconds: PositiveSeconds = 600.0
     """How long all of it may take to become ready."""
 
@@ -192,6 +220,8 @@ def parse(settings: type[Settings], values: Any, where: str) -> Settings:
         return settings.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"{where}: {_first_fault(settings, error)}") from error
+    except ConfigError as error:  # The fleet key's file, which is read when it decides whether a host is allowed.
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def load_fleet(path: Path) -> FleetSettings:
@@ -200,18 +230,27 @@ def load_fleet(path: Path) -> FleetSettings:
         values = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     return parse(FleetSettings, values, str(path))
 
 
 def _first_fault(settings: type[BaseModel], error: ValidationError) -> str:
-    first = error.errors()[0]
+    faults = error.errors()
+    # A misspelt setting may also be a missing one; the spelling explains both.
+    first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         known = ", ".join(sorted(_keys(settings, first["loc"][:-1])))
         return f"unknown setting '{place}'" + (f"; known here: {known}" if known else "")
     message = first["msg"].removeprefix("Value error, ")
+    match first["type"]:
+        case "missing":
+            message = "is missing"
+        case "model_type" | "dict_type":
+            message = "must be a mapping of settings to values"
+        case "string_type" if isinstance(first["input"], (bool, int, float)):
+            message = f"must be text; put {first['input']} in quotes"
     return f"{place}: {message}" if place else message
 
 
@@ -224,7 +263,7 @@ def _keys(settings: type[BaseModel], location: tuple[int | str, ...]) -> set[str
         inner = fields.get(part)
         if inner is None:
             return set()
-        models = [model for model in _models(inner.annotation) if model is not None]
+        models = _models(inner.annotation)
         if not models:
             return set()
         fields = models[0].model_fields

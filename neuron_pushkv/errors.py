@@ -94,3 +94,7 @@ class HandshakeRefused(PushKVError):
 
 class DeviceError(PushKVError):
     """Device memory can't be used for transfers; says why and what to set."""
+
+
+class FleetError(PushKVError):
+    """A process of a fleet on this machine has ended, or does not become ready; says why."""

@@ -12,7 +12,7 @@ Blocks = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Receive:
-    """Have the tokens ``[start_token, end_token)`` of a prompt pushed into ``blocks``, which begin with start's block."""
+    """Have tokens ``[start_token, end_token)`` of a prompt pushed into ``blocks``, which begin with start's block."""
 
     request: str
     transfer: str

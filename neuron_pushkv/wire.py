@@ -5,8 +5,11 @@ are durations, counts or sizes, never clock readings.
 
 Handshake, opener to acceptor unless said: ``Hello``; back: ``Challenge`` (with the acceptor's proof); ``Proof`` (the
 opener's proof and identity); back: ``Welcome`` (the acceptor's identity) or ``Refused``. Each proof is an HMAC-SHA256
-under the fleet key over the opener's Hello and the acceptor's challenge, so it covers both nonces and incarnations.
-Identities follow only once the other side has proved itself.
+under the fleet key over the opener's Hello, byte by byte as it was sent, and the acceptor's challenge, so it covers
+both nonces, names and incarnations. Identities follow only once the other side has proved itself.
+
+Types bound what has no answer (a slot wider than an immediate, an endless name): such a frame ends its connection.
+What has one (token ranges, block ids) is left to the engine, which answers ``Rejected``.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from typing import TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from neuron_pushkv.errors import Reason, WireError
 from neuron_pushkv.layout import Layout
@@ -26,16 +30,31 @@ PROTOCOL_MINOR = 0
 MAX_FRAME_BYTES = 16 << 20
 """Enough for a registration of several million blocks; more is a bad frame."""
 MAX_HANDSHAKE_BYTES = 1 << 20
+"""Bounds what a stranger can make us hold; an identity of 1,000 regions takes about a tenth."""
+MAX_HELLO_BYTES = 4096
 NONCE_BYTES = 32
+PROOF_BYTES = hashlib.sha256().digest_size
+HEADER_BYTES = 4
+MAX_NAME = 512
+"""Characters of a transfer id, engine id, host or other name. A longer one is a bad frame, so refuse it earlier."""
 _LENGTH = struct.Struct(">I")
+
+Count = Annotated[int, Meta(ge=0)]
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
+Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+ProofBytes = Annotated[bytes, Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+SlotNumber = Annotated[int, Meta(ge=0, lt=1 << 20)]
+Epoch = Annotated[int, Meta(ge=0, lt=1 << 12)]
+"""Slot and epoch are as wide as in a write's immediate, see ``transport.base``."""
 
 
 class Rank(msgspec.Struct, frozen=True, order=True):
     """Which worker of an engine: data, pipeline and tensor parallel rank."""
 
-    dp: int = 0
-    pp: int = 0
-    tp: int = 0
+    dp: Count = 0
+    pp: Count = 0
+    tp: Count = 0
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False):
@@ -45,201 +64,203 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False
 class RemoteRegion(msgspec.Struct, frozen=True):
     """Where a peer writes block 0 of one region: ``address`` as its provider wants it, and the memory key."""
 
-    address: int
-    key: int
+    address: Count
+    key: Count
 
 
 class Identity(msgspec.Struct, frozen=True):
     """Who one side is, in O(regions). A directory or router has no cache and leaves the second half empty."""
 
-    engine_id: str
-    incarnation: int
+    engine_id: Name
+    incarnation: Count
     rank: Rank
-    model: str = ""
+    model: Annotated[str, Meta(max_length=4096)] = ""
     """Fingerprint of everything that KV depends on besides the prompt; equal on both sides or refused."""
-    provider: str = ""
+    provider: Name = ""
     layout: Layout | None = None
     regions: tuple[RemoteRegion, ...] = ()
     """One for each of the layout's regions, in its order."""
-    endpoint: bytes = b""
+    endpoint: Annotated[bytes, Meta(max_length=4096)] = b""
     """Transport address of the endpoint that this side opened for the other."""
-    ranks: tuple[tuple[Rank, str, int], ...] = ()
+    ranks: tuple[tuple[Rank, Name, Port], ...] = ()
     """A directory's answer: rank, host and port of each worker's listener."""
     ready: bool = True
     """A directory's answer: whether all ranks have reported."""
 
 
-class Hello(Message):
-    """First message. ``role``: "worker" between ranks, "rank" from a worker to its own directory, "router", "lookup"."""
+class Hello(Message, frozen=True):
+    """First message. ``role``: "worker" between ranks, "rank" from a worker to its directory, "router", "lookup"."""
 
-    major: int
-    minor: int
-    role: str
-    engine_id: str
-    incarnation: int
+    major: Count
+    minor: Count
+    role: Name
+    engine_id: Name
+    incarnation: Count
     rank: Rank
-    nonce: bytes
+    nonce: Nonce
 
 
-class Challenge(Message):
-    """The acceptor's half of the proof."""
+class Challenge(Message, frozen=True):
+    """The acceptor's half of the proof. Its names tell the opener early which pair this connection would serve."""
 
-    incarnation: int
-    nonce: bytes
-    proof: bytes
+    engine_id: Name
+    incarnation: Count
+    rank: Rank
+    nonce: Nonce
+    proof: ProofBytes
 
 
-class Proof(Message):
+class Proof(Message, frozen=True):
     """The opener's half, with its identity."""
 
-    proof: bytes
+    proof: ProofBytes
     identity: Identity
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """The acceptor's identity; the connection is up."""
 
     identity: Identity
-    minor: int
+    minor: Count
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """The handshake has failed; ``detail`` names both values."""
 
     reason: Reason
     detail: str
 
 
-class Register(Message):
+class Register(Message, frozen=True):
     """Receiver to sender: write the tokens ``[start_token, end_token)`` of that prompt into these blocks.
 
     ``blocks`` holds, per KV cache group, the ids of the blocks from the one of ``start_token`` on. ``transfer`` is
     empty where the proxy sent none; then the contents alone decide.
     """
 
-    transfer: str
-    slot: int
-    epoch: int
+    transfer: Name
+    slot: SlotNumber
+    epoch: Epoch
     start_token: int
     end_token: int
-    start_content: bytes
-    end_content: bytes
+    start_content: Annotated[bytes, Meta(max_length=64)]
+    end_content: Annotated[bytes, Meta(max_length=64)]
     blocks: tuple[tuple[int, ...], ...]
     block_size: int
 
 
-class Accepted(Message):
+class Accepted(Message, frozen=True):
     """Sender: at once. ``state`` is "unknown", "queued", "computing" or "sealed"."""
 
-    slot: int
-    epoch: int
-    state: str
+    slot: SlotNumber
+    epoch: Epoch
+    state: Name
 
 
-class Progress(Message):
+class Progress(Message, frozen=True):
     """Sender: the state has changed, or ``steps`` (engine steps begun since the registration) has grown."""
 
-    slot: int
-    epoch: int
-    state: str
-    steps: int
+    slot: SlotNumber
+    epoch: Epoch
+    state: Name
+    steps: Count
 
 
-class Rejected(Message):
+class Rejected(Message, frozen=True):
     """Sender: only ever the first answer; nothing was or will be written."""
 
-    slot: int
-    epoch: int
+    slot: SlotNumber
+    epoch: Epoch
     reason: Reason
     detail: str
 
 
-class Commit(Message):
+class Commit(Message, frozen=True):
     """Sender: all writes are posted, this many. A Fail may still follow until Done."""
 
-    slot: int
-    epoch: int
-    writes: int
-    tokens: int
+    slot: SlotNumber
+    epoch: Epoch
+    writes: Count
+    tokens: Count
 
 
-class Fail(Message):
+class Fail(Message, frozen=True):
     """Sender: every ticket has ended; ``writes`` in place, ``in_doubt`` unknown."""
 
-    slot: int
-    epoch: int
-    writes: int
-    in_doubt: int
+    slot: SlotNumber
+    epoch: Epoch
+    writes: Count
+    in_doubt: Count
     reason: Reason
     detail: str
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True):
     """Receiver: write no more."""
 
-    slot: int
-    epoch: int
+    slot: SlotNumber
+    epoch: Epoch
 
 
-class Cancelled(Message):
+class Cancelled(Message, frozen=True):
     """Sender: nothing of this epoch is or will be under way; ``writes`` were made."""
 
-    slot: int
-    epoch: int
-    writes: int
+    slot: SlotNumber
+    epoch: Epoch
+    writes: Count
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """Receiver: all of it has arrived."""
 
-    slot: int
-    epoch: int
+    slot: SlotNumber
+    epoch: Epoch
 
 
-class Release(Message):
+class Release(Message, frozen=True):
     """Router or receiver: nobody will ask for that transfer (again)."""
 
-    transfer: str
+    transfer: Name
 
 
-class Listening(Message):
+class Listening(Message, frozen=True):
     """A worker to its own directory: where this rank listens, and what it serves."""
 
     rank: Rank
-    host: str
-    port: int
-    provider: str
-    library: str
+    host: Name
+    port: Port
+    provider: Name
+    library: Name
 
 
-class Freed(Message):
+class Freed(Message, frozen=True):
     """A worker to its own directory: this rank will not read these requests' blocks again."""
 
     rank: Rank
     requests: tuple[str, ...]
 
 
-class Status(Message):
+class Status(Message, frozen=True):
     """Router to directory: answer with :class:`EngineStatus`."""
 
 
-class EngineStatus(Message):
+class EngineStatus(Message, frozen=True):
     """Directory to router: what this engine is and whether every rank is up."""
 
-    engine_id: str
-    incarnation: int
+    engine_id: Name
+    incarnation: Count
     ready: bool
-    ranks: int
-    provider: str
-    library: str
-    kept_requests: int
+    ranks: Count
+    provider: Name
+    library: Name
+    kept_requests: Count
 
 
-class Ping(Message):
+class Ping(Message, frozen=True):
     """Each side, every second while nothing else is sent."""
 
 
-class Bye(Message):
+class Bye(Message, frozen=True):
     """Planned leave: what is accepted will be finished, nothing new is taken."""
 
     reason: Reason
@@ -275,8 +296,12 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 
 
 def encode(message: Message) -> bytes:
-    """One whole frame."""
+    """One whole frame. Raises :class:`WireError` if it would be longer than any peer accepts."""
     body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise WireError(
+            Reason.BAD_FRAME, f"{type(message).__name__} takes {len(body)} bytes; the limit is {MAX_FRAME_BYTES}"
+        )
     return _LENGTH.pack(len(body)) + body
 
 
@@ -296,9 +321,14 @@ def decode(body: bytes) -> AnyMessage:
         raise WireError(Reason.BAD_FRAME, f"not a message of protocol {PROTOCOL_MAJOR}: {error}") from error
 
 
-def proof(key: bytes, side: str, hello: Hello, incarnation: int, nonce: bytes) -> bytes:
-    """HMAC that shows knowledge of ``key``. ``side`` ("opener", "acceptor") keeps one from being reflected as the other."""
-    text = side.encode() + b"\0" + _encoder.encode(hello) + b"\0" + incarnation.to_bytes(8, "big") + nonce
+def proof(key: bytes, side: str, hello: bytes, challenge: Challenge) -> bytes:
+    """HMAC that shows knowledge of ``key``; the challenge's own ``proof`` is left out of it.
+
+    ``hello`` is the body of the Hello as it crossed the wire: one from a later minor version has fields that this
+    version would lose. ``side`` ("opener", "acceptor") keeps one from being reflected as the other.
+    """
+    names = (challenge.engine_id, challenge.incarnation, challenge.rank, challenge.nonce)
+    text = _encoder.encode((side, hello, names))
     return hmac.new(key, text, hashlib.sha256).digest()
 
 
