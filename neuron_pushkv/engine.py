@@ -31,7 +31,6 @@ from neuron_pushkv.transport.base import Arrived, Event, Failed, Registration, T
 from neuron_pushkv.wire import (
     Accepted,
     AnyMessage,
-    Bye,
     Cancel,
     Cancelled,
     Commit,
@@ -305,8 +304,6 @@ class PushEngine:
                     self._carry_out(self._outbound.release(transfer, now))
                 case Accepted() | Progress() | Rejected() | Commit() | Fail() | Cancelled():
                     self._carry_out(self._inbound.heard(connection, message, now))
-                case Bye():
-                    pass  # What was accepted goes on; the connection's end says the rest.
                 case _:
                     text = f"unexpected {type(message).__name__}"
                     self._carry_out([fx.Drop(connection, Reason.BAD_FRAME, text)])
