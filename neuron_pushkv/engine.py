@@ -97,7 +97,7 @@ class PushEngine:
             quarantine = 0.0 if transport.fence_is_final else FENCE_QUARANTINE_SECONDS
         self._inbound = Inbound(settings, layout.block_size, quarantine)
         self._outbound = Outbound(settings, layout)
-        self._routes = Routes(rank)
+        self._routes = Routes(rank, settings.connect_seconds)
         self._sizes: dict[str, int] = {}
         self._finished: set[str] = set()
         self._failed: set[str] = set()
@@ -211,6 +211,8 @@ class PushEngine:
                     self._carry_out(self._inbound.tick(now))
                     self._carry_out(self._outbound.tick(now))
                     self._home.tick(now)
+                    for address in self._routes.due(now):
+                        self._node.open("lookup", *address)
                 except Exception:
                     logger.exception("a bug in neuron_pushkv: please report it; the transfers concerned will time out")
                     self._tally.event("internal_error")
@@ -248,7 +250,7 @@ class PushEngine:
                 case "rank":
                     self._home.up(connection)
                 case "lookup" if opened is not None:
-                    self._found(self._routes.looked_up(opened, theirs))
+                    self._found(self._routes.looked_up(opened, theirs, time.monotonic()))
                     self._node.drop(connection, Reason.SHUTDOWN, "looked up")
                 case "worker" if token is not None:
                     self._peer_up(connection, theirs, token, opened)
@@ -311,9 +313,10 @@ class PushEngine:
     # Under the lock, from any of the three.
 
     def _route(self, directory: tuple[str, int], request: str) -> None:
-        connection = self._routes.want(directory, request)
+        now = time.monotonic()
+        connection = self._routes.want(directory, request, now)
         if connection is not None:
-            self._carry_out(self._inbound.connected(request, connection, time.monotonic()))
+            self._carry_out(self._inbound.connected(request, connection, now))
         elif self._routes.must_look_up(directory):
             self._node.open("lookup", *directory)
 

@@ -367,13 +367,9 @@ class Outbound:
         effects: list[Effect] = [
             Sent(source.request, reason, detail, delivery.writes, moved, delivery.times),
         ]
-        if reason is None:
-            source.done += 1
-            all_done = source.done >= source.wanted
-            keep = self._settings.keep_delivered_seconds if all_done else self._settings.keep_unclaimed_seconds
-        else:
-            keep = self._settings.keep_unclaimed_seconds
-        source.keep_until = now + keep
+        source.keep_until = now + self._settings.keep_unclaimed_seconds
+        for sibling in self._sources.delivered(source) if reason is None else ():
+            sibling.keep_until = now + self._settings.keep_delivered_seconds
         return effects + self._let_go(source, now)
 
     def _let_go(self, source: Source, now: float) -> list[Effect]:

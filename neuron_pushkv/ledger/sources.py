@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar
@@ -32,7 +32,7 @@ class Source:
     transfer: str
     content: Content
     wanted: int
-    """Deliveries that were announced; when that many are done, nobody else will ask."""
+    """Deliveries that were announced for its whole transfer; when that many are done, nobody else will ask."""
     order: int
     state: SourceState = SourceState.COMPUTING
     blocks: tuple[int, ...] = ()
@@ -40,7 +40,6 @@ class Source:
     """vLLM has let go of the request, so its blocks are held by our reference alone."""
     released: bool = False
     """The router has said that nobody will ask any more."""
-    done: int = 0
     deliveries: int = 0
     """Ever matched, for choosing between equal sources."""
     active: set[tuple[int, int, int]] = field(default_factory=set)
@@ -62,6 +61,7 @@ class Sources:
         self._by_request: dict[str, Source] = {}
         self._by_transfer: dict[str, list[Source]] = {}
         self._by_content: dict[bytes, list[Source]] = {}
+        self._done: Counter[str] = Counter()
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._count = 0
 
@@ -94,10 +94,18 @@ class Sources:
         """It has ended. When the last one of its transfer has, the transfer is remembered as gone."""
         del self._by_request[source.request]
         if source.transfer and _drop(self._by_transfer, source.transfer, source):
+            del self._done[source.transfer]
             self._ended[source.transfer] = None
             if len(self._ended) > REMEMBERED_TRANSFERS:
                 self._ended.popitem(last=False)
         _drop(self._by_content, source.content.at(source.content.length), source)
+
+    def delivered(self, source: Source) -> list[Source]:
+        """One more delivery of it is done. The sources that nobody else will ask for now: none, or its whole transfer."""
+        if not source.transfer:
+            return [source]  # An old proxy announces nothing, and sends each prompt to one receiver.
+        self._done[source.transfer] += 1
+        return self.of_transfer(source.transfer) if self._done[source.transfer] >= source.wanted else []
 
     def gone(self, transfer: str) -> bool:
         """Whether every source of that transfer has ended (as far back as is remembered)."""

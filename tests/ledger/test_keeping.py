@@ -6,8 +6,9 @@ import pytest
 
 from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.errors import Reason
+from neuron_pushkv.orders import Offer
 
-from .pair import BLOCK, CONNECTION, Pair
+from .pair import BLOCK, CONNECTION, Pair, content
 
 
 def _until_writing(pair: Pair) -> None:
@@ -58,6 +59,23 @@ def test_source_is_kept_for_all_announced_deliveries() -> None:
     pair.pass_time(1.5)
     assert pair.freed == ["p"]
     assert pair.reports == [("d1", None), ("d2", None)]
+
+
+def test_batch_is_kept_until_all_its_prompts_are_delivered() -> None:
+    """Deliveries are announced for the whole transfer: two prompts, one receiver each."""
+    pair = Pair()
+    for number in (1, 2):
+        pair.sender(pair.outbound.offer(Offer(f"p{number}", "t", content(100, number), 2), pair.now))
+        pair.seal(f"p{number}")
+        pair.finish(f"p{number}")
+    pair.receive("d1", first=1)
+    pair.push()
+    pair.pass_time(20)
+    assert pair.freed == []
+    pair.receive("d2", first=2)
+    pair.push()
+    pair.pass_time(1.5)
+    assert sorted(pair.freed) == ["p1", "p2"]
 
 
 def test_release_lets_go_at_once_but_not_under_a_write() -> None:
