@@ -101,9 +101,10 @@ class Sources:
         _drop(self._by_content, source.content.at(source.content.length), source)
 
     def delivered(self, source: Source) -> list[Source]:
-        """One more delivery of it is done. The sources that nobody else will ask for now: none, or its whole transfer."""
-        if not source.transfer:
-            return [source]  # An old proxy announces nothing, and sends each prompt to one receiver.
+        """One more delivery of it is done. Answers the sources that nobody will ask for any more: none, or all of its
+        transfer's."""
+        if source not in self.of_transfer(source.transfer):
+            return [source]  # Its request has ended; or an old proxy's, that sends each prompt to one receiver.
         self._done[source.transfer] += 1
         return self.of_transfer(source.transfer) if self._done[source.transfer] >= source.wanted else []
 
