@@ -1,0 +1,1 @@
+"""The vLLM KV connector. Importing this package imports no vLLM; its modules may."""

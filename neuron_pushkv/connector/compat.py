@@ -1,0 +1,116 @@
+"""The only place that knows how vLLM's versions differ. Made for 0.24, 0.28 and 0.32, and held to them by a test.
+
+Requests are read here too, so that what the rest of the connector takes from vLLM's objects is one short list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from neuron_pushkv import content
+from neuron_pushkv.content import Content
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """One request in one step. Counts are tokens before the step; after it ``computed + scheduled`` are there."""
+
+    request: str
+    computed: int
+    scheduled: int
+    blocks: tuple[int, ...]
+    """Block ids of the one KV cache group, in token order, prefix hits included."""
+    whole: bool
+    """Whether ``blocks`` is the request's whole table; otherwise it is what this step adds to it."""
+
+
+@dataclass(frozen=True)
+class StepView:
+    """The facts of one engine step, whatever vLLM version they come from."""
+
+    new: tuple[Scheduled, ...]
+    running: tuple[Scheduled, ...]
+    resumed: tuple[Scheduled, ...]
+    """After a preemption. The V2 model runner shows these among ``new``."""
+    preempted: frozenset[str]
+    """Their blocks are vLLM's again, and are overwritten in this step at the earliest."""
+
+    @property
+    def scheduled(self) -> tuple[Scheduled, ...]:
+        """Everything that is computed in this step."""
+        return self.new + self.running + self.resumed
+
+
+def step_view(output: Any, wanted: Container[str]) -> StepView:
+    """Read the ``wanted`` requests out of vLLM's SchedulerOutput (there may be hundreds of others in a step)."""
+    counts = output.num_scheduled_tokens
+    new = tuple(
+        Scheduled(data.req_id, data.num_computed_tokens, counts[data.req_id], _only_group(data.block_ids), whole=True)
+        for data in output.scheduled_new_reqs
+        if data.req_id in wanted
+    )
+    # 0.32 offers the whole table of every scheduled request; before, a running request only shows what is added.
+    state = getattr(output, "kv_connector_block_state", None)
+    cached = output.scheduled_cached_reqs
+    running: list[Scheduled] = []
+    resumed: list[Scheduled] = []
+    for index, request in enumerate(cached.req_ids):
+        if request not in wanted:
+            continue
+        is_resumed = request in cached.resumed_req_ids
+        table = state.get_block_ids(request) if state is not None else None
+        blocks = table if table is not None else cached.new_block_ids[index]
+        scheduled = Scheduled(
+            request,
+            cached.num_computed_tokens[index],
+            counts[request],
+            _only_group(blocks) if blocks is not None else (),
+            whole=is_resumed or table is not None,
+        )
+        (resumed if is_resumed else running).append(scheduled)
+    preempted = frozenset(request for request in output.preempted_req_ids or () if request in wanted)
+    return StepView(new, tuple(running), tuple(resumed), preempted)
+
+
+def _only_group(blocks: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    (group,) = blocks
+    return tuple(group)
+
+
+def is_phantom(request: Any) -> bool:
+    """Whether vLLM made it up to say that a request was rejected before it was admitted; it has no prompt."""
+    return bool(request.abort_immediately)
+
+
+def unsupported(request: Any) -> str | None:
+    """Why this request's prompt can't be named by its content, or ``None`` if it can."""
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return "its prompt has embeddings instead of tokens"
+    if request.resumable:
+        return "its prompt may still grow (streaming input)"
+    return None
+
+
+def content_of(model: str, request: Any) -> Content:
+    """The request's prompt and everything else that its KV depends on; equal on the two engines that serve it."""
+    lora = request.lora_request
+    adapter = f"{lora.lora_name}\0{lora.lora_path}" if lora is not None else ""
+    features = [f"{feature.identifier}@{feature.mm_position.offset}" for feature in request.mm_features]
+    seed = content.seed(model, adapter, request.cache_salt or "", *features)
+    return Content.of(seed, request.prompt_token_ids)
+
+
+def reports_requests() -> bool:
+    """Whether vLLM takes failed loads by request (0.30 and later) and not by block."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    return hasattr(base.KVConnectorBase_V1, "get_transfer_results")
+
+
+def transfer_results(finished: Iterable[str], failed: Iterable[str]) -> Any:
+    """vLLM's answer to ``get_transfer_results``; only where :func:`reports_requests`."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+    return KVConnectorTransferResults(finished_recving=set(finished), failed_recving=set(failed))

@@ -1,0 +1,251 @@
+"""``PushKVConnector``: vLLM's connector interface, handed on to the scheduler side or the worker side.
+
+Set in ``--kv-transfer-config``: ``kv_connector: PushKVConnector``, ``kv_role: kv_both`` on every engine, an
+``engine_id`` that stays the same over restarts (vLLM makes up a random one otherwise, and appends ``_dp<n>`` with data
+parallelism; that whole name is what peers see), ``kv_load_failure_policy: recompute``, and in
+``kv_connector_extra_config`` what :class:`~neuron_pushkv.config.ConnectorSettings` describes.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+from neuron_pushkv import config
+from neuron_pushkv.config import ConnectorSettings
+from neuron_pushkv.connector import caches, compat
+from neuron_pushkv.connector.fingerprint import fingerprint
+from neuron_pushkv.connector.metadata import PushKVMetadata
+from neuron_pushkv.connector.parameters import AllowedHosts
+from neuron_pushkv.connector.plugin import follow_vllm_log
+from neuron_pushkv.connector.scheduler import SchedulerSide
+from neuron_pushkv.connector.stats import PushKVMetrics, PushKVStats
+from neuron_pushkv.connector.worker import WorkerSide
+from neuron_pushkv.device import accelerator_for
+from neuron_pushkv.directory import Directory
+from neuron_pushkv.engine import PushEngine
+from neuron_pushkv.errors import ConfigError
+from neuron_pushkv.transport.fabric import FabricTransport
+from neuron_pushkv.wire import Rank
+
+_WHERE = "kv_connector_extra_config"
+
+
+def new_incarnation() -> int:
+    """A number that tells this process from any other that has had, or will have, its name."""
+    return secrets.randbits(64)
+
+
+class PushKVConnector(KVConnectorBase_V1):
+    """See the module's text. Raises :class:`ConfigError` for what can't work, before any model is loaded."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        follow_vllm_log()
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        self._settings = config.parse(ConnectorSettings, transfer.kv_connector_extra_config, _WHERE)
+        check(vllm_config, kv_cache_config)
+        self._model = fingerprint(vllm_config)
+        self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        self._blocks = int(kv_cache_config.num_blocks)
+        self._port = self._settings.port + parallel.data_parallel_index
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._directory: Directory | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._start_scheduler(transfer.engine_id, parallel)
+
+    def _start_scheduler(self, engine_id: str, parallel: Any) -> None:
+        settings, tp_size, pp_size = self._settings, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        self._directory = Directory(
+            settings, engine_id=engine_id, incarnation=new_incarnation(), port=self._port, ranks=tp_size * pp_size
+        )
+        self._scheduler = SchedulerSide(
+            model=self._model,
+            block_size=self._block_size,
+            tp_size=tp_size,
+            pp_size=pp_size,
+            hosts=AllowedHosts(settings.host, settings.allowed_remote_hosts),
+            coordinates={
+                "remote_engine_id": engine_id,
+                "remote_host": settings.host,
+                "remote_port": self._port,
+            },
+            directory=self._directory,
+            fail_refused=self._kv_transfer_config.kv_load_failure_policy == "fail",
+        )
+
+    # Worker process.
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """The cache is allocated: register its memory with the network and listen for peers."""
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+        parallel = self._vllm_config.parallel_config
+        rank = Rank(parallel.data_parallel_index, get_pp_group().rank_in_group, get_tp_group().rank_in_group)
+        kernel = caches.kernel_name(kv_caches, self._vllm_config.compilation_config.static_forward_context)
+        accelerator = accelerator_for(next(iter(kv_caches.values())).device.type)
+        settings = self._settings
+        transport = FabricTransport(provider=settings.provider, library=settings.libfabric, host=settings.host)
+        engine = PushEngine(
+            settings=settings,
+            engine_id=self._kv_transfer_config.engine_id,
+            incarnation=new_incarnation(),
+            rank=rank,
+            model=self._model,
+            layout=caches.describe(kv_caches, kernel, self._blocks, self._block_size),
+            memory=caches.storages(kv_caches, accelerator),
+            transport=transport,
+            accelerator=accelerator,
+            directory=(settings.host, self._port),
+            library=transport.library,
+        )
+        about = {"provider": transport.provider, "library": transport.library}
+        self._worker = WorkerSide(engine, leads=(rank.pp, rank.tp) == (0, 0), about=about)
+
+    def handle_preemptions(self, kv_connector_metadata: PushKVMetadata) -> None:
+        """The first hook of a step, before any block is overwritten."""
+        self._at_work().begin(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: PushKVMetadata) -> None:
+        """The step's orders, before its forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        self._at_work().begin(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads are under way since the step began."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads end between steps."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """What is computed is pushed out of vLLM's own blocks."""
+
+    def wait_for_save(self) -> None:
+        """The forward pass has been launched."""
+        self._at_work().seal(self._get_connector_metadata())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Loads that have ended (vLLM 0.30 and later)."""
+        return compat.transfer_results(*self._at_work().take_results())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Loads that have ended (before vLLM 0.30)."""
+        finished, _ = self._at_work().take_results()
+        return None, finished or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of failed loads (before vLLM 0.30; since then these are named by request)."""
+        bad = self._at_work().take_bad_blocks()
+        return set() if compat.reports_requests() else bad
+
+    def clear_connector_metadata(self) -> None:
+        """The last hook of a step."""
+        super().clear_connector_metadata()
+        self._at_work().end()
+
+    def get_kv_connector_stats(self) -> PushKVStats | None:
+        """What this rank has done since the last step."""
+        data = self._worker.take_stats() if self._worker is not None else {}
+        return PushKVStats(data=data) if data else None
+
+    def _at_work(self) -> WorkerSide:
+        if self._worker is None:
+            raise ConfigError("vLLM has shown no KV cache to PushKVConnector; is the model without one?")
+        return self._worker
+
+    # Scheduler process.
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Where references to kept blocks are held."""
+        self._deciding().bind_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        """A request has been queued."""
+        self._deciding().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """How many tokens will be pushed to us, if any."""
+        answer: tuple[int, bool] = self._deciding().get_num_new_matched_tokens(request, num_computed_tokens)
+        return answer
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Its blocks have been allocated."""
+        self._deciding().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> PushKVMetadata:
+        """The step's orders."""
+        return self._deciding().build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What all workers have reported."""
+        self._deciding().update_connector_output(connector_output.finished_recving or ())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended. Never asks vLLM to keep its blocks: an engine that does steps without pause."""
+        return False, self._deciding().request_finished(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        """Nothing that we do needs the engine to step."""
+        return False
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """All groups are loaded; vLLM would zero the blocks of others after they have been registered."""
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
+    def _deciding(self) -> SchedulerSide:
+        if self._scheduler is None:
+            raise ConfigError("a scheduler-side hook of PushKVConnector was called in a worker process")
+        return self._scheduler
+
+    # Either.
+
+    def shutdown(self) -> None:
+        """End all transfers and connections."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._directory is not None:
+            self._directory.close()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PushKVStats:
+        """For vLLM's log."""
+        return PushKVStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PushKVMetrics:
+        """For vLLM's Prometheus endpoint."""
+        return PushKVMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def check(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise :class:`ConfigError` for a configuration that this connector can't serve."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+
+    role = vllm_config.kv_transfer_config.kv_role
+    if role != "kv_both":
+        raise ConfigError(f'kv_role is "{role}"; set "kv_role": "kv_both" in --kv-transfer-config on every engine')
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise ConfigError(
+            f"this model has {len(groups)} KV cache groups, and only models with one can be served yet; "
+            f"with --disable-hybrid-kv-cache-manager vLLM may make do with one"
+        )
+    spec = groups[0].kv_cache_spec
+    specs = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    unlike = next((one for one in specs if not isinstance(one, FullAttentionSpec)), None)
+    if unlike is not None:
+        raise ConfigError(f"a KV cache of type {type(unlike).__name__} can't be pushed yet; only full attention can")
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name)
+        if size != 1:
+            raise ConfigError(f"{name} is {size}; context parallelism can't be combined with PushKVConnector yet")

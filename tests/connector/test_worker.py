@@ -1,0 +1,122 @@
+"""The worker side: orders once, reports once, and only of what vLLM waits for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from neuron_pushkv.connector.metadata import PushKVMetadata, Refused
+from neuron_pushkv.connector.worker import WorkerSide
+from neuron_pushkv.orders import Receive, Seal, StepOrders
+from tests.connector.harness import EngineDouble
+
+
+def receive(request: str, *blocks: int) -> Receive:
+    return Receive(request, "t", "127.0.0.1", 1, 0, 32 * len(blocks), b"", b"", (blocks,))
+
+
+def side(*, leads: bool = True) -> tuple[WorkerSide, EngineDouble]:
+    engine = EngineDouble()
+    return WorkerSide(engine, leads=leads, about={"provider": "tcp", "library": "libfabric 2.5"}), engine
+
+
+def step(number: int, refused: tuple[Refused, ...] = (), **orders: Any) -> PushKVMetadata:
+    return PushKVMetadata(number, StepOrders(**orders), refused)
+
+
+def test_a_step_is_carried_out_once_whichever_hook_comes_first() -> None:
+    worker, engine = side()
+    metadata = step(1, receives=(receive("a", 1, 2),))
+    worker.begin(metadata)
+    worker.begin(metadata)
+    worker.begin(step(2))
+    assert [len(orders.receives) for orders in engine.steps] == [1, 0]
+
+
+def test_an_empty_step_still_begins_and_ends() -> None:
+    worker, engine = side()
+    worker.begin(step(1))
+    worker.seal(step(1))
+    worker.end()
+    assert engine.calls == ["begin_step", "end_step"]
+
+
+def test_seals_are_handed_on_after_the_forward_pass() -> None:
+    worker, engine = side()
+    metadata = step(1, seals=(Seal("a", ((1,),)),))
+    worker.begin(metadata)
+    assert not engine.sealed
+    worker.seal(metadata)
+    assert engine.sealed == [Seal("a", ((1,),))]
+
+
+def test_a_load_is_reported_once() -> None:
+    worker, engine = side()
+    worker.begin(step(1, receives=(receive("a", 1), receive("b", 2))))
+    engine.finished, engine.failed = {"a", "b"}, {"b"}
+    assert worker.take_results() == ({"a", "b"}, {"b"})
+    engine.finished, engine.failed = {"a", "b"}, {"a", "b"}
+    assert worker.take_results() == (set(), set())
+    assert worker.take_stats()["events"] == {"unexpected_result": 2}
+
+
+def test_a_report_that_nobody_waits_for_is_kept_back() -> None:
+    worker, engine = side()
+    engine.finished = {"stranger"}
+    assert worker.take_results() == (set(), set())
+
+
+def test_failed_loads_name_their_blocks_once() -> None:
+    worker, engine = side()
+    worker.begin(step(1, receives=(receive("a", 1, 2), receive("b", 3))))
+    engine.finished = engine.failed = {"a"}
+    worker.take_results()
+    assert worker.take_bad_blocks() == {1, 2}
+    assert worker.take_bad_blocks() == set()
+
+
+def test_a_refused_load_fails_without_the_engine_hearing_of_it() -> None:
+    worker, engine = side()
+    worker.begin(step(1, (Refused("a", ((7, 8),)),)))
+    assert engine.steps == [StepOrders()]
+    assert worker.take_results() == ({"a"}, {"a"})
+    assert worker.take_bad_blocks() == {7, 8}
+    assert worker.take_results() == (set(), set())
+
+
+def test_a_withdrawal_that_crosses_the_report_is_dropped() -> None:
+    worker, engine = side()
+    worker.begin(step(1, receives=(receive("a", 1), receive("b", 2))))
+    engine.finished = {"a"}
+    worker.take_results()
+    worker.begin(step(2, withdrawn=("a", "b")))
+    assert engine.steps[-1].withdrawn == ("b",)
+
+
+def test_events_of_the_scheduler_are_counted_by_one_rank_only() -> None:
+    for leads, counted in ((True, {"hook_error": 2}), (False, {})):
+        worker, engine = side(leads=leads)
+        worker.begin(PushKVMetadata(1, StepOrders(counters={"hook_error": 2})))
+        assert engine.steps[0].counters == counted
+
+
+def test_the_first_statistics_name_the_provider_and_later_ones_are_the_engines() -> None:
+    worker, engine = side()
+    assert worker.take_stats() == {"provider": "tcp", "library": "libfabric 2.5"}
+    assert worker.take_stats() == {}
+    engine.stats = {"bytes": {"in": 5}}
+    assert worker.take_stats() == {"bytes": {"in": 5}}
+
+
+def test_transfers_that_were_not_tried_are_counted_by_every_rank() -> None:
+    worker, engine = side(leads=False)
+    worker.take_stats()
+    worker.begin(PushKVMetadata(1, StepOrders(), untried={"in:failed:gone": 1}))
+    engine.stats = {"transfers": {"in:failed:gone": 2, "in:completed": 1}, "bytes": {"in": 5}}
+    assert worker.take_stats() == {"transfers": {"in:failed:gone": 3, "in:completed": 1}, "bytes": {"in": 5}}
+    assert worker.take_stats() == {}
+
+
+def test_closing_closes_the_engine() -> None:
+    worker, engine = side()
+    worker.close()
+    assert engine.calls == ["close"]
