@@ -61,7 +61,7 @@ class Routes:
 
     def looked_up(self, directory: Address, theirs: Identity, now: float) -> Found:
         """The directory has answered."""
-        address = next(((host, port) for rank, host, port in theirs.ranks if rank == self._rank), None)
+        address = next(((host, port) for rank, host, port in theirs.ranks if rank.shard == self._rank.shard), None)
         if not theirs.ready and now < self._since.get(directory, now) + self._patience:
             self._again[directory] = now + RETRY_SECONDS
             return Found()

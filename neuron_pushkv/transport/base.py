@@ -145,6 +145,8 @@ class Transport(ABC):
 
     provider: str
     """The effective provider, as the library reports it ("efa", "tcp", "shm", "loopback")."""
+    library: str
+    """What does the work, for people: "libfabric 2.5"; "none" where it is this package alone."""
     fence_is_final: bool
     """Whether nothing can be under way in the network after a fence; otherwise a quarantine follows."""
 
