@@ -75,7 +75,7 @@ class Links:
             raise HandshakeRefused(Reason.LAYOUT_MISMATCH, str(error)) from error
         if any(region.blocks < theirs.layout.blocks for region in theirs.layout.regions):
             raise HandshakeRefused(Reason.LAYOUT_MISMATCH, "the peer's regions are smaller than its number of blocks")
-        if theirs.rank != ours.rank:
+        if theirs.rank.shard != ours.rank.shard:
             text = f"rank differs: {ours.rank} here, {theirs.rank} there; start both engines with the same sizes"
             raise HandshakeRefused(Reason.LAYOUT_MISMATCH, text)
 

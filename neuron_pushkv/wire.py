@@ -50,11 +50,16 @@ Epoch = Annotated[int, Meta(ge=0, lt=1 << 12)]
 
 
 class Rank(msgspec.Struct, frozen=True, order=True):
-    """Which worker of an engine: data, pipeline and tensor parallel rank."""
+    """Which worker: data, pipeline and tensor parallel rank. Each data parallel rank is an engine of its own."""
 
     dp: Count = 0
     pp: Count = 0
     tp: Count = 0
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """Which part of the model's layers and heads it holds."""
+        return self.pp, self.tp
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False):

@@ -80,6 +80,13 @@ def test_failures_end_all_that_wait_and_nothing_else() -> None:
     assert routes.must_look_up(other)
 
 
+def test_data_parallel_rank_is_no_part_of_the_shard() -> None:
+    """Each data parallel rank is an engine of its own, with its own directory: any of them may serve any other."""
+    routes = Routes(Rank(dp=0, tp=1), PATIENCE)
+    routes.want(DIRECTORY, "a", NOW)
+    assert routes.looked_up(DIRECTORY, engine(rank=Rank(dp=3, tp=1)), NOW).open_worker == WORKER
+
+
 def test_engine_that_lacks_our_rank() -> None:
     routes = Routes(Rank(tp=1), PATIENCE)
     routes.want(DIRECTORY, "a", NOW)
