@@ -1,0 +1,144 @@
+/* Reading the completion queue, and fencing a peer. */
+
+#include "core.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#define ENTRIES 64
+#define CLOSE_TRIES 1000
+
+static void count_error(pk_core *core)
+{
+    pthread_mutex_lock(&core->lock);
+    core->counters.errors++;
+    pthread_mutex_unlock(&core->lock);
+}
+
+/* A write into our memory, by its flags alone: length and context differ between providers. */
+static bool is_arrival(uint64_t flags)
+{
+    return (flags & FI_REMOTE_CQ_DATA) && (flags & (FI_REMOTE_WRITE | FI_RMA)) && !(flags & FI_WRITE);
+}
+
+static void finish(pk_core *core, pk_op *op, bool good, const char *text)
+{
+    pk_ticket *ticket = op->ticket;
+
+    pk_op_release(core, op);
+    if (good) {
+        ticket->written++;
+    } else {
+        ticket->in_doubt++;
+        pk_ticket_stop(core, ticket, text);
+    }
+    pk_ticket_settle(core, ticket);
+}
+
+static bool read_error(pk_core *core)
+{
+    union {
+        struct fi_cq_err_entry entry;
+        unsigned char room[PK_ROOM];
+    } error = {.room = {0}};
+    struct fid_cq *cq = core->rail.cq;
+    char provider_text[96] = "";
+    char text[192];
+
+    if (cq->ops->readerr(cq, &error, 0) <= 0)
+        return false;
+    count_error(core);
+    pk_op *op = error.entry.op_context;
+    if (is_arrival(error.entry.flags) || !pk_op_known(core, op))
+        return true; /* somebody's write into our memory went wrong; its sender learns of it */
+    /* rxm asks the queue's first endpoint for its text, also when there is none left (libfabric 1.17) */
+    const char *said = core->rail.over_rxm ? NULL : cq->ops->strerror(cq, error.entry.prov_errno, error.entry.err_data,
+                                                                      provider_text, sizeof provider_text);
+    snprintf(text, sizeof text, "the write failed: %s (%d; provider: %d%s%.80s)",
+             core->library.strerror(error.entry.err), error.entry.err, error.entry.prov_errno, said ? " " : "",
+             said ? said : "");
+    finish(core, op, false, text);
+    return true;
+}
+
+static void account(pk_core *core, const struct fi_cq_data_entry *entries, ssize_t count)
+{
+    uint64_t writes = 0, bytes = 0, unexpected = 0;
+    pk_op *done[ENTRIES];
+
+    for (ssize_t i = 0; i < count; i++) {
+        pk_op *op = entries[i].op_context;
+        if (is_arrival(entries[i].flags))
+            continue;
+        if (!op || !op->ticket || op->completed) {
+            unexpected++;
+            continue;
+        }
+        op->completed = true;
+        done[writes++] = op;
+        bytes += op->length;
+    }
+    pthread_mutex_lock(&core->lock);
+    for (ssize_t i = 0; i < count; i++)
+        if (is_arrival(entries[i].flags))
+            pk_slot_count(core, (uint32_t)entries[i].data);
+    core->counters.writes += writes;
+    core->counters.bytes += bytes;
+    core->counters.unexpected += unexpected;
+    pthread_mutex_unlock(&core->lock);
+    for (uint64_t i = 0; i < writes; i++)
+        finish(core, done[i], true, NULL);
+}
+
+uint64_t pk_complete(pk_core *core, int batches)
+{
+    struct fi_cq_data_entry entries[ENTRIES];
+    struct fid_cq *cq = core->rail.cq;
+    uint64_t total = 0;
+
+    for (int i = 0; batches < 0 || i < batches; i++) {
+        ssize_t count = cq->ops->read(cq, entries, ENTRIES);
+        if (count > 0) {
+            account(core, entries, count);
+            total += (uint64_t)count;
+        } else if (count == -FI_EAVAIL) {
+            if (!read_error(core))
+                break;
+            total++;
+        } else {
+            if (count && count != -FI_EAGAIN)
+                count_error(core);
+            break;
+        }
+    }
+    return total;
+}
+
+int pk_fence_now(pk_core *core, pk_peer *peer, pk_failure *failure)
+{
+    int error = -FI_EAGAIN;
+
+    for (int i = 0; error && i < CLOSE_TRIES; i++) {
+        error = peer->ep->fid.ops->close(&peer->ep->fid);
+        if (error)
+            pk_complete(core, 1);
+    }
+    if (error)
+        return pk_fail(&core->library, failure, PK_FABRIC, "fi_close of an endpoint", error);
+    peer->ep = NULL;
+    /* An endpoint that is closed makes no more completions: what isn't in the queue now never will be. */
+    pk_complete(core, -1);
+    while (peer->ops) {
+        pk_op *op = peer->ops;
+        op->ticket->in_doubt++;
+        pk_op_release(core, op);
+    }
+    while (peer->first)
+        pk_ticket_stop(core, peer->first, "the peer was fenced");
+    while (peer->draining) {
+        pk_ticket_stop(core, peer->draining, "the peer was fenced");
+        pk_ticket_settle(core, peer->draining);
+    }
+    pk_close_av(peer);
+    return PK_OK;
+}

@@ -1,0 +1,241 @@
+"""The native core as Python objects and exceptions. No policy here: see ``api.h`` for what each call does."""
+
+from __future__ import annotations
+
+import array
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from neuron_pushkv.errors import RegistrationError, TransportError
+from neuron_pushkv.fabric.opening import native, open_core, text_of, version_text
+
+ADDRESS_ROOM = 512
+POLL_ROOM = 64
+
+SYSTEM_MEMORY = 0
+"""FI_HMEM_SYSTEM"""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was opened."""
+
+    version: str
+    library: str
+    provider: str
+    fabric: str
+    domain: str
+    address_format: int
+    memory_mode: int
+    max_message: int
+    key_size: int
+    tx_depth: int
+    waits: bool
+
+
+class EventKind(IntEnum):
+    """As in ``api.h``."""
+
+    WRITTEN = 1
+    FAILED = 2
+    ARRIVED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RawEvent:
+    """What :meth:`Core.poll` returns; which of it means something depends on ``kind``."""
+
+    kind: EventKind
+    slot: int
+    epoch: int
+    count: int
+    ticket: int
+    written: int
+    in_doubt: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What :meth:`Core.write` started."""
+
+    ticket: int
+    writes: int
+    bytes: int
+
+
+class Core:
+    """One opened library, provider and progress thread. Methods may be called from any thread and release the GIL."""
+
+    def __init__(self, provider: str, *, library: Path | None, host: str | None) -> None:
+        module = native()
+        self._process = os.getpid()
+        self.ffi: Any = module.ffi
+        self.lib: Any = module.lib
+        # shm must copy through its own buffers: with CMA the target reads the source's memory at whatever later time it
+        # gets to run, so a fence at the sender could not protect memory that is used again. Read once, by the first use
+        # of libfabric in a process, whichever provider that is for.
+        os.environ["FI_SHM_DISABLE_CMA"] = "1"
+        self._handle: Any = self.ffi.gc(open_core(module, provider, library, host), self._free)
+        facts = self.ffi.new("pk_facts *")
+        self.lib.pk_get_facts(self._handle, facts)
+        self.facts = Facts(
+            version=version_text(facts.version),
+            library=self._text(facts.library),
+            provider=self._text(facts.provider),
+            fabric=self._text(facts.fabric),
+            domain=self._text(facts.domain),
+            address_format=facts.address_format,
+            memory_mode=facts.memory_mode,
+            max_message=facts.max_message,
+            key_size=facts.key_size,
+            tx_depth=facts.tx_depth,
+            waits=bool(facts.waits),
+        )
+
+    def _text(self, characters: Any) -> str:
+        return text_of(self.ffi, characters)
+
+    def _free(self, handle: Any) -> None:
+        # A forked child has the core's memory, but not its thread; what there is to close is the parent's.
+        if os.getpid() == self._process:
+            self.lib.pk_close(handle)
+            self.lib.pk_free(handle)
+
+    def _check(self, code: int, failure: Any) -> None:
+        if code != self.lib.PK_OK:
+            raise TransportError(self._text(failure.text))
+
+    def register(self, address: int, length: int, interface: int = SYSTEM_MEMORY) -> tuple[int, int, int]:
+        """Returns handle, remote base and key. Raises :class:`RegistrationError`."""
+        ffi, lib = self.ffi, self.lib
+        out = ffi.new("uint64_t[3]")
+        failure = ffi.new("pk_failure *")
+        # Where the key is ours to choose it is a secret too: whoever has it may write.
+        key = secrets.randbits(63)
+        code = lib.pk_register(self._handle, address, length, interface, key, out, out + 1, out + 2, failure)
+        if code == lib.PK_CLOSED:
+            raise TransportError(self._text(failure.text))
+        if code != lib.PK_OK:
+            raise RegistrationError(
+                f"{length} bytes at {address:#x} can't be registered with provider '{self.facts.provider}': "
+                f"{self._text(failure.text)}"
+            )
+        return out[0], out[1], out[2]
+
+    def deregister(self, memory: int) -> None:
+        """Raises :class:`TransportError`, also while a ticket reads it."""
+        failure = self.ffi.new("pk_failure *")
+        self._check(self.lib.pk_deregister(self._handle, memory, failure), failure)
+
+    def open_peer(self) -> tuple[int, bytes]:
+        """Returns the peer and its endpoint's address. Raises :class:`TransportError`."""
+        ffi = self.ffi
+        peer = ffi.new("uint64_t *")
+        room = ffi.new(f"uint8_t[{ADDRESS_ROOM}]")
+        size = ffi.new("uint64_t *", ADDRESS_ROOM)
+        failure = ffi.new("pk_failure *")
+        self._check(self.lib.pk_open_peer(self._handle, peer, room, size, failure), failure)
+        return peer[0], bytes(ffi.buffer(room, size[0]))
+
+    def connect(self, peer: int, address: bytes) -> None:
+        """Raises :class:`TransportError`."""
+        failure = self.ffi.new("pk_failure *")
+        self._check(self.lib.pk_connect(self._handle, peer, address, len(address), failure), failure)
+
+    def fence(self, peer: int) -> None:
+        """Raises :class:`TransportError` if the endpoint can't be closed."""
+        failure = self.ffi.new("pk_failure *")
+        self._check(self.lib.pk_fence(self._handle, peer, failure), failure)
+
+    def write(
+        self,
+        peer: int,
+        products: Sequence[tuple[array.array[int], array.array[int]]],
+        immediate: int,
+        ready: tuple[int, int] | None,
+    ) -> Receipt:
+        """``products``: pairs of flat tables, spans (memory, local, remote, key) and runs (local, remote, length).
+
+        The time for which this holds the GIL does not depend on the number of runs. Raises :class:`TransportError`.
+        """
+        ffi = self.ffi
+        table = ffi.new("pk_product[]", len(products))
+        for entry, (spans, runs) in zip(table, products, strict=True):
+            entry.spans = ffi.cast("pk_span *", ffi.from_buffer(spans))
+            entry.span_count = len(spans) // 4
+            entry.runs = ffi.cast("pk_run *", ffi.from_buffer(runs))
+            entry.run_count = len(runs) // 3
+        receipt = ffi.new("pk_receipt *")
+        failure = ffi.new("pk_failure *")
+        address, value = ready if ready is not None else (0, 0)
+        code = self.lib.pk_write(
+            self._handle, peer, table, len(products), immediate, address, value & 0xFFFFFFFF, receipt, failure
+        )
+        self._check(code, failure)
+        return Receipt(receipt.ticket, receipt.writes, receipt.bytes)
+
+    def cancel(self, ticket: int) -> None:
+        """Does nothing to a ticket that has ended."""
+        failure = self.ffi.new("pk_failure *")
+        self._check(self.lib.pk_cancel(self._handle, ticket, failure), failure)
+
+    def expect(self, slot: int, epoch: int) -> None:
+        """Raises :class:`TransportError` if either is out of range."""
+        failure = self.ffi.new("pk_failure *")
+        self._check(self.lib.pk_expect(self._handle, slot, epoch, failure), failure)
+
+    def goal(self, slot: int, epoch: int, count: int) -> None:
+        """Raises :class:`TransportError` if that is not what is expected there."""
+        failure = self.ffi.new("pk_failure *")
+        self._check(self.lib.pk_goal(self._handle, slot, epoch, count, failure), failure)
+
+    def count(self, slot: int, epoch: int) -> int:
+        """0 where something else is expected."""
+        count: int = self.lib.pk_count(self._handle, slot, epoch)
+        return count
+
+    def forget(self, slot: int) -> None:
+        """Idempotent."""
+        self.lib.pk_forget(self._handle, slot)
+
+    def poll(self, timeout: float) -> list[RawEvent]:
+        """Waits up to ``timeout`` seconds. Raises :class:`TransportError` once closed."""
+        room = self.ffi.new(f"pk_event[{POLL_ROOM}]")
+        count = self.lib.pk_poll(self._handle, room, POLL_ROOM, int(max(0.0, timeout) * 1e9))
+        if count < 0:
+            raise TransportError("the transport is closed")
+        return [self._event(room[index]) for index in range(count)]
+
+    def _event(self, event: Any) -> RawEvent:
+        # Copied, because an element does not keep its array alive.
+        return RawEvent(
+            EventKind(event.kind),
+            event.slot,
+            event.epoch,
+            event.count,
+            event.ticket,
+            event.written,
+            event.in_doubt,
+            self._text(event.detail),
+        )
+
+    def wake(self) -> None:
+        """Makes a running or the next :meth:`poll` return."""
+        self.lib.pk_wake(self._handle)
+
+    def counters(self) -> dict[str, int]:
+        """A snapshot, by the names in ``api.h``."""
+        counters = self.ffi.new("pk_counters *")
+        self.lib.pk_get_counters(self._handle, counters)
+        return {name: getattr(counters, name) for name, _ in self.ffi.typeof("pk_counters").fields}
+
+    def close(self) -> None:
+        """Ends the progress thread. Idempotent, and nothing in a forked child."""
+        if os.getpid() == self._process:
+            self.lib.pk_close(self._handle)

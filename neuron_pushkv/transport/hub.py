@@ -1,0 +1,107 @@
+"""What the transports on a loopback network share: endpoints, memory that may be written to, and counts."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from neuron_pushkv.device.base import Memory, ReadyWord
+from neuron_pushkv.transport.base import EPOCHS, Arrived, Batch, Event, TransportCounters
+
+
+def is_reached(ready: ReadyWord | None) -> bool:
+    """Whether there is nothing to wait for (any more)."""
+    if ready is None:
+        return True
+    word = ctypes.c_uint32.from_address(ready.address).value
+    return (word - ready.value) % (1 << 32) < 1 << 31
+
+
+@dataclass
+class Slot:
+    """What is expected there, and how far it is."""
+
+    epoch: int
+    count: int = 0
+    goal: int | None = None
+
+
+@dataclass
+class Piece:
+    """One write."""
+
+    source: int
+    remote: int
+    key: int
+    length: int
+
+
+@dataclass
+class Task:
+    """A ticket under way."""
+
+    id: int
+    immediate: int
+    ready: ReadyWord | None
+    writes: int
+    pieces: Iterator[Piece]
+    next: Piece | None
+    handles: frozenset[int]
+    written: int = 0
+
+
+class Port:
+    """What one transport shows to the others on its network: where their writes land and are counted."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self.work = threading.Condition(lock)
+        self.happened = threading.Condition(lock)
+        self.memories: dict[int, Memory] = {}
+        """By key."""
+        self.slots: dict[int, Slot] = {}
+        self.events: deque[Event] = deque()
+        self.counters = TransportCounters()
+
+    def arrive(self, immediate: int) -> None:
+        """Count a write."""
+        number, epoch = divmod(immediate, EPOCHS)
+        slot = self.slots.get(number)
+        if slot is None or slot.epoch != epoch:
+            self.counters.stale_arrivals += 1
+            return
+        self.counters.arrivals += 1
+        slot.count += 1
+        self.reach(number, slot)
+
+    def reach(self, number: int, slot: Slot) -> None:
+        """Tell whether the goal is reached."""
+        if slot.goal is not None and slot.count >= slot.goal:
+            slot.goal = None
+            self.tell(Arrived(number, slot.epoch, slot.count))
+
+    def tell(self, event: Event) -> None:
+        """For the next poll."""
+        self.events.append(event)
+        self.happened.notify_all()
+
+
+@dataclass(eq=False)
+class Endpoint:
+    """One transport's end of a pair."""
+
+    port: Port
+    address: bytes
+    other: bytes | None = None
+    tasks: deque[Task] = field(default_factory=deque)
+
+
+def expand(batch: Batch) -> Iterator[Piece]:
+    """A batch's writes."""
+    for product in batch:
+        runs = product.runs
+        for span in product.spans:
+            for i in range(0, len(runs), 3):
+                yield Piece(span.local + runs[i], span.remote + runs[i + 1], span.key, runs[i + 2])

@@ -1,0 +1,30 @@
+"""The same tests over a second libfabric: 2.5 and Debian's 1.17 differ most where it matters here, in tcp and shm."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.transport.conftest import OTHER_LIBRARY, second_library
+
+FOLDER = Path(__file__).parent
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(OTHER_LIBRARY in os.environ, reason="this is that run")
+def test_the_contract_holds_over_another_libfabric() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", str(FOLDER), f"--ignore={FOLDER / 'test_faults.py'}"],
+        # rxm looks for connections only every so often; more often makes the tests quicker, and nothing else.
+        env={**os.environ, OTHER_LIBRARY: str(second_library()), "FI_OFI_RXM_CM_PROGRESS_INTERVAL": "500"},
+        cwd=FOLDER.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=230,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
