@@ -53,12 +53,13 @@ class Pair:
         self.drops: list[str] = []
         self.events: list[str] = []
         self.tickets: dict[int, fx.Write] = {}
+        self.all_writes: list[fx.Write] = []
         self.cancelled_tickets: list[int] = []
         self.expected: dict[int, int] = {}
         self.counts: dict[int, int] = {}
         self.goals: dict[int, tuple[int, int]] = {}
         self.writes = 3
-        self.up = True
+        self.connection = CONNECTION
         self._tickets = 0
 
     # Short forms of what both sides' vLLM does.
@@ -78,7 +79,7 @@ class Pair:
         blocks = tuple(range(10, 10 + LAYOUT.blocks_for(start, end)))
         order = Receive(request, transfer, "127.0.0.1", 1, start, end, prompt.at(start), prompt.at(end), (blocks,))
         self.receiver(self.inbound.receive(order, self.now))
-        self.receiver(self.inbound.connected(request, CONNECTION, self.now))
+        self.receiver(self.inbound.connected(request, self.connection, self.now))
 
     # The world between them.
 
@@ -96,17 +97,17 @@ class Pair:
     def at_sender(self, message: Message) -> None:
         match message:
             case Register():
-                self.sender(self.outbound.register(CONNECTION, message, BLOCKS, self.now))
+                self.sender(self.outbound.register(self.connection, message, BLOCKS, self.now))
             case Cancel():
-                self.sender(self.outbound.cancel(CONNECTION, message, self.now))
+                self.sender(self.outbound.cancel(self.connection, message, self.now))
             case Done():
-                self.sender(self.outbound.done(CONNECTION, message, self.now))
+                self.sender(self.outbound.done(self.connection, message, self.now))
             case _:
                 raise AssertionError(message)
 
     def at_receiver(self, message: Message) -> None:
         assert isinstance(message, Accepted | Progress | Rejected | Commit | Fail | Cancelled)
-        self.receiver(self.inbound.heard(CONNECTION, message, self.now))
+        self.receiver(self.inbound.heard(self.connection, message, self.now))
 
     def land(self, ticket: int | None = None, writes: int | None = None) -> None:
         """That many of a ticket's immediates arrive (all by default)."""
@@ -142,12 +143,12 @@ class Pair:
         self.flush()
 
     def cut(self) -> None:
-        """The connection ends; both sides fence, which fails the sender's tickets."""
-        self.up = False
+        """The connection ends; both sides fence, which fails the sender's tickets. The next one is another."""
+        gone, self.connection = self.connection, self.connection + 1
         self.to_sender.clear()
         self.to_receiver.clear()
-        self.receiver(self.inbound.peer_down(CONNECTION, Reason.PEER_LOST, "cut", self.now))
-        self.sender(self.outbound.peer_down(CONNECTION, Reason.PEER_LOST, "cut", self.now))
+        self.receiver(self.inbound.peer_down(gone, Reason.PEER_LOST, "cut", self.now))
+        self.sender(self.outbound.peer_down(gone, Reason.PEER_LOST, "cut", self.now))
         for ticket in list(self.tickets):
             del self.tickets[ticket]
             self.sender(self.outbound.ticket_failed(ticket, 0, 1, "fenced", self.now))
@@ -159,8 +160,7 @@ class Pair:
             self.now = min(self.now + step, end)
             self.receiver(self.inbound.tick(self.now))
             self.sender(self.outbound.tick(self.now))
-            if self.up:
-                self.flush()
+            self.flush()
 
     def quiet(self) -> bool:
         """Nothing is owed by anyone to anyone."""
@@ -199,6 +199,7 @@ class Pair:
                 case fx.Write():
                     self._tickets += 1
                     self.tickets[self._tickets] = effect
+                    self.all_writes.append(effect)
                     posted = self.outbound.posted(
                         effect.key, self._tickets, self.writes, 4096 * len(effect.source), effect.tokens, self.now
                     )
