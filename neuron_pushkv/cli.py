@@ -1,0 +1,163 @@
+"""``pushkv``: the command line."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+import yaml
+from rich.console import Console
+
+from neuron_pushkv import __version__
+from neuron_pushkv.config import RouterSettings, load_fleet, parse
+from neuron_pushkv.errors import ConfigError, PushKVError
+
+DEFAULT_FLEET = Path("configs/local-cpu.yaml")
+DEFAULT_LOGS = Path("pushkv-logs")
+MASK = "********"
+_SECRET_WORDS = ("key", "token", "secret", "password")
+
+
+class _Group(click.Group):
+    """Our own errors end a command with one line and status 2, never with a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PushKVError as error:
+            click.echo(f"pushkv: {error}", err=True)
+            sys.exit(2)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="pushkv")
+def main() -> None:
+    """Prefill and decode on separate vLLM engines, with the KV cache pushed from one to the other."""
+
+
+_logs = click.option(
+    "--logs",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=DEFAULT_LOGS,
+    show_default=True,
+    help="Folder for one log per process.",
+)
+_fleet_file = click.argument("config", type=click.Path(path_type=Path), default=DEFAULT_FLEET)
+
+
+@main.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@_logs
+def up(config: Path, logs: Path) -> None:
+    """Start the fleet of CONFIG on this machine and keep it running until Ctrl-C.
+
+    Ends with status 1, and ends the rest, if one of its processes ends.
+    """
+    from neuron_pushkv.errors import FleetError
+    from neuron_pushkv.fleet import Fleet
+    from neuron_pushkv.fleet.progress import start_visibly
+
+    settings = load_fleet(config)
+    console = Console()
+    with _ending_on_signals(), Fleet(settings, logs) as fleet:
+        start_visibly(fleet, console)
+        where = settings.router or settings.engines[0]
+        console.print(f"ready at http://{where.host}:{where.port} (logs in {logs}; Ctrl-C stops it)", soft_wrap=True)
+        try:
+            fleet.watch()
+        except FleetError as error:
+            click.echo(f"pushkv: {error}", err=True)
+            sys.exit(1)
+
+
+@main.command()
+@_fleet_file
+@_logs
+def demo(config: Path, logs: Path) -> None:
+    """Start the fleet of CONFIG (configs/local-cpu.yaml), send prompts, compare with one undivided engine, stop."""
+    from neuron_pushkv.demo import run
+
+    settings = load_fleet(config)
+    with _ending_on_signals():
+        passed = run(settings, logs, Console())
+    sys.exit(0 if passed else 1)
+
+
+@main.command()
+@click.argument("config", type=click.Path(path_type=Path), required=False)
+@click.option("--host", help="Address to listen on.")
+@click.option("--port", type=int, help="Port to listen on.")
+@click.option("--prefill", multiple=True, metavar="URL", help="Base URL of a prefill engine.")
+@click.option("--prefill-push", multiple=True, metavar="HOST:PORT", help="That engine's directory; one for each URL.")
+@click.option("--decode", multiple=True, metavar="URL", help="Base URL of a decode engine.")
+@click.option("--decode-push", multiple=True, metavar="HOST:PORT", help="That engine's directory; one for each URL.")
+def router(config: Path | None, **options: Any) -> None:
+    """Run the router with the settings of CONFIG, a YAML file; options go before what it says."""
+    from neuron_pushkv.router import serve
+
+    values = _read_yaml(config) if config else {}
+    values.update({name: value for name, value in options.items() if value not in (None, ())})
+    serve(parse(RouterSettings, values, str(config) if config else "router"))
+
+
+@main.command(name="config")
+@click.argument("config", type=click.Path(path_type=Path))
+def show_config(config: Path) -> None:
+    """Check CONFIG, a fleet file, and print all settings that result from it, without secrets."""
+    from neuron_pushkv.fleet.commands import fleet_router
+
+    settings = load_fleet(config)
+    settings = settings.model_copy(update={"router": fleet_router(settings)})
+    values = _masked(settings.model_dump(mode="json"))
+    click.echo(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), nl=False)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold settings, one `name: value` a line")
+    return values
+
+
+def _masked(value: Any, secret: bool = False) -> Any:
+    """``value`` with whatever looks like a secret hidden: the fleet key, and variables that are named like one."""
+    if isinstance(value, dict):
+        return {
+            name: _masked(inner, any(word in name.lower() for word in _SECRET_WORDS) and not name.endswith("_file"))
+            for name, inner in value.items()
+        }
+    if isinstance(value, list):
+        return [_masked(inner) for inner in value]
+    return MASK if secret and value is not None else value
+
+
+@contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGINT leave the block in order, as an exception; while that is under way they are ignored."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    main()
