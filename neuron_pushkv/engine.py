@@ -246,14 +246,19 @@ class PushEngine:
     ) -> None:
         """See :class:`~neuron_pushkv.peers.Handler`."""
         with self._lock:
-            match role:
-                case "rank":
-                    self._home.up(connection)
-                case "lookup" if opened is not None:
-                    self._found(self._routes.looked_up(opened, theirs, time.monotonic()))
-                    self._node.drop(connection, Reason.SHUTDOWN, "looked up")
-                case "worker" if token is not None:
-                    self._peer_up(connection, theirs, token, opened)
+            try:
+                match role:
+                    case "rank":
+                        self._home.up(connection)
+                    case "lookup" if opened is not None:
+                        self._found(self._routes.looked_up(opened, theirs, time.monotonic()))
+                        self._node.drop(connection, Reason.SHUTDOWN, "looked up")
+                    case "worker" if token is not None:
+                        self._peer_up(connection, theirs, token, opened)
+            except Exception as error:
+                if opened is not None:  # The node logs it and ends the connection; those that wait for it must not.
+                    self._found(self._routes.unreachable(role, opened, Reason.INTERNAL, repr(error)))
+                raise
 
     def _peer_up(self, connection: int, theirs: Identity, token: int, opened: tuple[str, int] | None) -> None:
         try:
