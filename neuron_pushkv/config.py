@@ -176,6 +176,8 @@ class EngineSettings(Strict):
     """Further arguments of ``vllm.entrypoints.openai.api_server``."""
     environment: dict[str, str] = {}
     """Environment variables for this engine, on top of the fleet's."""
+    cores: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Processor cores that all its processes stay on; by default any. Engines whose ranks spin should not share any."""
 
     @model_validator(mode="after")
     def _connector_by_role(self) -> EngineSettings:

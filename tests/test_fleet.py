@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,13 @@ class TestChecks:
     def test_hub_name_is_left_alone(self) -> None:
         assert locate_model(fleet_settings(model="some/model")) == "some/model"
 
+    def test_core_is_not_to_be_had(self) -> None:
+        settings = fleet_settings(
+            engines=[{"name": "u0", "role": "undivided", "port": free_port(), "cores": [100_000]}], router=None
+        )
+        with pytest.raises(ConfigError, match=r"engine u0 is to run on core 100000, but only cores .* are to be had"):
+            checks.check_cores(settings)
+
     def test_port_is_taken(self) -> None:
         settings = fleet_settings()
         assert settings.engines[1].connector
@@ -265,6 +273,16 @@ class TestSupervision:
         fleet.start_commands([silent])
         with pytest.raises(FleetError, match=r"not ready after 0\.5 s: a; see the logs"):
             fleet.wait_ready()
+
+    def test_members_stay_on_their_cores(self, servers: Callable[..., Any]) -> None:
+        fleet, members = servers()
+        allowed = os.sched_getaffinity(0)
+        first = replace(members[0], cores=(min(allowed),))
+        fleet.start_commands([first, members[1]])
+        fleet.wait_ready()
+        assert {tuple(os.sched_getaffinity(pid)) for pid in fleet.processes("a")} == {(min(allowed),)}
+        assert os.sched_getaffinity(fleet.processes("b")[0]) == allowed
+        assert os.sched_getaffinity(0) == allowed
 
     def test_later_death_is_reported_and_its_orphans_end(self, servers: Callable[..., Any]) -> None:
         fleet, members = servers()

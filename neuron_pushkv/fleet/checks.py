@@ -22,8 +22,9 @@ WORKER_BYTES = 6 * GIB // 10
 
 
 def check(settings: FleetSettings, model: str) -> None:
-    """Raise :class:`ConfigError` if vLLM is absent, a port is taken or memory is short. ``model``: folder or name."""
+    """Raise :class:`ConfigError` if vLLM, a core, a port or memory is not to be had. ``model``: folder or name."""
     check_vllm()
+    check_cores(settings)
     for what, host, port in _listeners(settings):
         check_port(what, host, port)
     check_memory(settings, model)
@@ -32,6 +33,17 @@ def check(settings: FleetSettings, model: str) -> None:
 def check_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError("vLLM is not installed here; `make setup` installs its CPU build")
+
+
+def check_cores(settings: FleetSettings) -> None:
+    allowed = os.sched_getaffinity(0)
+    for engine in settings.engines:
+        absent = set(engine.cores) - allowed
+        if absent:
+            raise ConfigError(
+                f"engine {engine.name} is to run on core {min(absent)}, but only cores "
+                f"{', '.join(map(str, sorted(allowed)))} are to be had; correct `cores` in the fleet file"
+            )
 
 
 def check_port(what: str, host: str, port: int) -> None:

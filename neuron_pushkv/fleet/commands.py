@@ -31,6 +31,8 @@ class Command:
     url: str
     ready_path: str
     """Answers 200 as soon as the process can do its work."""
+    cores: tuple[int, ...] = ()
+    """What it may run on; empty for any."""
 
 
 def commands(settings: FleetSettings, model: str, folder: Path) -> list[Command]:
@@ -134,6 +136,7 @@ def _engine(settings: FleetSettings, engine: EngineSettings, model: str, fresh: 
         environment=environment,
         url=engine_url(engine),
         ready_path="/health",
+        cores=engine.cores,
     )
 
 

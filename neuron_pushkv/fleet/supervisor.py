@@ -187,6 +187,18 @@ class _Member:
 
 def _start(command: Command, grace_seconds: float, output: IO[bytes]) -> subprocess.Popen[bytes]:
     environment: Mapping[str, str] = {**os.environ, "PYTHONUNBUFFERED": "1", **command.environment}
+    allowed = os.sched_getaffinity(0)
+    try:
+        # Of this thread alone: a process begins with the cores of the thread that starts it.
+        os.sched_setaffinity(0, command.cores or allowed)
+        return _spawn(command, grace_seconds, output, environment)
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def _spawn(
+    command: Command, grace_seconds: float, output: IO[bytes], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-I", "-S", keeper.__file__, str(grace_seconds), *command.arguments],
         stdin=subprocess.PIPE,
