@@ -7,6 +7,7 @@
 
 #define ENTRIES 64
 #define CLOSE_TRIES 1000
+#define ROUNDS_BEFORE_CLOSE 8
 
 static void count_error(pk_core *core)
 {
@@ -118,6 +119,10 @@ int pk_fence_now(pk_core *core, pk_peer *peer, pk_failure *failure)
 {
     int error = -FI_EAGAIN;
 
+    /* tcp (seen with libfabric 2.5) reads freed memory where an endpoint is closed with its peer's connection request
+     * still to be looked at: have it look first. */
+    for (int i = 0; i < ROUNDS_BEFORE_CLOSE; i++)
+        pk_complete(core, 1);
     for (int i = 0; error && i < CLOSE_TRIES; i++) {
         error = peer->ep->fid.ops->close(&peer->ep->fid);
         if (error)

@@ -64,4 +64,4 @@ def test_bug_in_a_handler_ends_the_load_at_once(
     receiver.receive("d", 1, 64, [11, 12, 13, 14], sender)
     assert not receiver.await_report("d", 5.0)
     assert receiver.stats["transfers"] == {f"in:failed:{Reason.INTERNAL}": 1}
-    assert any(record.exc_info for record in caplog.records), "with its traceback"
+    until(lambda: any(record.exc_info for record in caplog.records), "its traceback in the log")

@@ -260,8 +260,8 @@ def test_source_is_not_freed_under_a_write(new_side: NewSide, new_transport: Cal
     receiver = new_side("receiver")
     sender.prefill("p", 1, 64, [1, 2, 3, 4])
     receiver.receive("d", 1, 64, [11, 12, 13, 14], sender)
-    sender.finish("p")
     until(lambda: sender.engine._outbound.reading("p"), "the write")
+    sender.finish("p")
     while sender.engine._outbound.reading("p"):
         sender.step()
         assert sender.freed == [] or not sender.engine._outbound.reading("p")

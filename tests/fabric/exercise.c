@@ -96,7 +96,7 @@ static int ended(pk_core *core, int wanted)
     int written = 0;
 
     while (wanted > 0) {
-        int count = pk_poll(core, events, 4, 2000000000);
+        int count = pk_poll(core, events, 4, 15000000000);
         CHECK(count > 0);
         for (int i = 0; i < count; i++) {
             if (events[i].kind == PK_ARRIVED)
