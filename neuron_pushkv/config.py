@@ -91,6 +91,9 @@ class ConnectorSettings(Security):
     libfabric: Path | None = None
     """Path of libfabric.so.1; by default EFA's own, then the loader's, then the one in the ``mpich`` wheel."""
 
+    push_granularity: Literal["step", "request"] = "step"
+    """When KV moves: with each prefill step what it has filled, or all of it when prefill ends."""
+
     connect_seconds: PositiveSeconds = 2.0
     """How long connecting to a peer and the handshake with it may take together."""
     unreachable_seconds: Seconds = 1.0

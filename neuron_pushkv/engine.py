@@ -22,7 +22,7 @@ from neuron_pushkv.ledger import effects as fx
 from neuron_pushkv.ledger.inbound import Inbound
 from neuron_pushkv.ledger.outbound import Outbound
 from neuron_pushkv.links import Links
-from neuron_pushkv.orders import Seal, StepOrders
+from neuron_pushkv.orders import Ready, StepOrders
 from neuron_pushkv.peers import Node
 from neuron_pushkv.plan import plan
 from neuron_pushkv.routes import Found, Routes
@@ -127,7 +127,7 @@ class PushEngine:
     # vLLM's thread.
 
     def begin_step(self, orders: StepOrders) -> None:
-        """Carry out what the scheduler side wants before the forward pass. Posts writes only for what is sealed."""
+        """Carry out what the scheduler side wants before the forward pass. Posts nothing new."""
         now = time.monotonic()
         with self._lock:
             self._outbound.begin_step()
@@ -149,14 +149,15 @@ class PushEngine:
             for request in orders.withdrawn:
                 self._carry_out(self._inbound.withdraw(request, now))
 
-    def seal(self, seals: Sequence[Seal]) -> None:
-        """After the forward pass has been launched: push what it completes to whoever has registered."""
+    def advance(self, ready: Sequence[Ready]) -> None:
+        """After the forward pass has been launched: push the blocks that it fills to whoever has registered."""
         now = time.monotonic()
         with self._lock:
-            self._ready = self._accelerator.mark_step() if seals else None
-            for seal in seals:
-                self._carry_out(self._outbound.seal(seal.request, seal.blocks, now))
-            self._ready = None
+            if ready:
+                # Kept after this call: a registration may come before the step is ready, and waits for the same word.
+                self._ready = self._accelerator.mark_step()
+            for order in ready:
+                self._carry_out(self._outbound.advance(order, now))
 
     def end_step(self) -> None:
         """The step is over; the engine may be idle from now on."""
@@ -380,7 +381,7 @@ class PushEngine:
         except PushKVError as error:
             self._carry_out(self._outbound.post_failed(effect.key, Reason.WRITE_FAILED, str(error), now))
             return
-        self._carry_out(self._outbound.posted(effect.key, ticket.id, ticket.writes, ticket.bytes, effect.tokens, now))
+        self._carry_out(self._outbound.posted(effect, ticket.id, ticket.writes, ticket.bytes, now))
 
 
 def _registration(registered: Sequence[Registration], region: Region) -> Registration:

@@ -37,10 +37,11 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Seal:
-    """This step computes the last of an offered prompt; ``blocks`` hold all of it once the step is ready."""
+class Ready:
+    """Once this step is ready, ``blocks`` hold the first ``tokens`` tokens of an offered prompt."""
 
     request: str
+    tokens: int
     blocks: Blocks
 
 
@@ -62,7 +63,7 @@ class StepOrders:
     finished: tuple[Finish, ...] = ()
     offers: tuple[Offer, ...] = ()
     receives: tuple[Receive, ...] = ()
-    seals: tuple[Seal, ...] = ()
+    ready: tuple[Ready, ...] = ()
     counters: dict[str, int] = field(default_factory=dict)
     """Events counted on the scheduler side since the last step, to be reported with the worker's own."""
 
@@ -73,6 +74,6 @@ class StepOrders:
             or self.finished
             or self.offers
             or self.receives
-            or self.seals
+            or self.ready
             or self.counters
         )

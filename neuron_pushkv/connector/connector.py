@@ -75,6 +75,7 @@ class PushKVConnector(KVConnectorBase_V1):
             },
             directory=self._directory,
             fail_refused=self._kv_transfer_config.kv_load_failure_policy == "fail",
+            by_step=settings.push_granularity == "step",
         )
 
     # Worker process.
@@ -125,7 +126,7 @@ class PushKVConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """The forward pass has been launched."""
-        self._at_work().seal(self._get_connector_metadata())
+        self._at_work().advance(self._get_connector_metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Loads that have ended (vLLM 0.30 and later)."""

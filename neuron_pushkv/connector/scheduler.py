@@ -18,7 +18,7 @@ from neuron_pushkv.connector.parameters import AllowedHosts, BadParameters, Deco
 from neuron_pushkv.connector.receiving import Receiving
 from neuron_pushkv.connector.sending import Keeping, Sending
 from neuron_pushkv.errors import Reason
-from neuron_pushkv.orders import Seal, StepOrders
+from neuron_pushkv.orders import Ready, StepOrders
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class SchedulerSide:
     """See the module's text. ``model`` is the model's fingerprint, ``coordinates`` what a decode leg needs to find us.
 
     ``fail_refused``: a load whose parameters are bad is reported to vLLM as failed, so that its policy ``fail`` ends
-    the request; otherwise the request is simply computed here.
+    the request; otherwise the request is simply computed here. ``by_step``: see :class:`Sending`.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class SchedulerSide:
         coordinates: Mapping[str, Any],
         directory: Keeping,
         fail_refused: bool,
+        by_step: bool = True,
     ) -> None:
         self._model = model
         self._tp_size = tp_size
@@ -60,6 +61,7 @@ class SchedulerSide:
                 "pp_size": pp_size,
             },
             directory,
+            by_step=by_step,
         )
         self._receiving = Receiving(block_size)
         self._pool: Any = None
@@ -134,7 +136,7 @@ class SchedulerSide:
     def build_connector_meta(self, output: Any) -> PushKVMetadata:
         """All orders of the step that ``output`` describes."""
         self._free()
-        preempted, seals = self._read_step(output)
+        preempted, ready = self._read_step(output)
         offers, finishes = self._sending.take()
         receives, withdrawn, refused = self._receiving.take()
         counters, self._counters = dict(self._counters), Counter()
@@ -146,7 +148,7 @@ class SchedulerSide:
             finished=finishes,
             offers=offers,
             receives=receives,
-            seals=seals,
+            ready=ready,
             counters=counters,
         )
         return PushKVMetadata(self._step, orders, refused, untried)
@@ -174,7 +176,7 @@ class SchedulerSide:
             self._sending.free(self._pool.free_blocks)
 
     @guarded(lambda self, output: self._sending.blind_step())
-    def _read_step(self, output: Any) -> tuple[tuple[str, ...], tuple[Seal, ...]]:
+    def _read_step(self, output: Any) -> tuple[tuple[str, ...], tuple[Ready, ...]]:
         return self._sending.step(compat.step_view(output, self._sending))
 
     def _parse(self, request: Any) -> Leg | None:

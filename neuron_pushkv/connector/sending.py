@@ -1,4 +1,4 @@
-"""Prefill legs on the scheduler side: offered when they arrive, sealed with their last chunk, kept until pushed.
+"""Prefill legs on the scheduler side: offered when they arrive, ready chunk by chunk, kept until pushed.
 
 What is kept is a reference in vLLM's block pool, so vLLM itself is done with the request, the prefix cache goes on
 sharing its blocks, and an engine that keeps KV may sleep.
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from neuron_pushkv.connector.compat import StepView
 from neuron_pushkv.connector.parameters import PrefillLeg
 from neuron_pushkv.content import Content
-from neuron_pushkv.orders import Finish, Offer, Seal
+from neuron_pushkv.orders import Finish, Offer, Ready
 
 
 class Keeping(Protocol):
@@ -36,13 +36,20 @@ class _Offered:
     running: bool = False
     """Whether it has blocks: scheduled, and not preempted since."""
     sealed: bool = False
+    """Whether all of the prompt is computed, or will be when the step that was last announced is ready."""
 
 
 class Sending:
-    """All prefill legs of this engine. ``coordinates`` is the part of the answer that is the same for all of them."""
+    """All prefill legs of this engine. ``coordinates`` is the part of the answer that is the same for all of them.
 
-    def __init__(self, block_size: int, coordinates: Mapping[str, Any], directory: Keeping) -> None:
+    ``by_step``: workers hear of each chunk of a prompt, not only of its last one.
+    """
+
+    def __init__(
+        self, block_size: int, coordinates: Mapping[str, Any], directory: Keeping, *, by_step: bool = True
+    ) -> None:
         self._block_size = block_size
+        self._by_step = by_step
         self._coordinates = dict(coordinates)
         self._directory = directory
         self._offered: dict[str, _Offered] = {}
@@ -66,15 +73,15 @@ class Sending:
         self._offers.append(Offer(request, leg.transfer, content, leg.deliveries))
         return True
 
-    def step(self, view: StepView) -> tuple[tuple[str, ...], tuple[Seal, ...]]:
-        """What this step takes from us (requests that were preempted) and what it completes."""
+    def step(self, view: StepView) -> tuple[tuple[str, ...], tuple[Ready, ...]]:
+        """What this step takes from us (requests that were preempted) and what it adds to the others."""
         preempted = {request for request in view.preempted if request in self._offered}
         # 0.24 names only what its scheduler preempts, not what a reset of the prefix cache does; but it comes back.
         comeback = {scheduled.request for scheduled in (*view.new, *view.resumed)}
         preempted |= {request for request in comeback - preempted if self._offered[request].running}
         for request in preempted:
             self._offered[request].sealed = self._offered[request].running = False
-        seals = []
+        ready = []
         for scheduled in view.scheduled:
             offered = self._offered[scheduled.request]
             offered.running = True
@@ -84,12 +91,16 @@ class Sending:
                 offered.table, offered.known = list(scheduled.blocks), True
             else:
                 offered.table += scheduled.blocks
-            if offered.known and scheduled.computed + scheduled.scheduled >= offered.tokens:
-                seals.append(Seal(scheduled.request, (self._prompt_blocks(scheduled.request, offered),)))
-                offered.sealed = True
-        return tuple(sorted(preempted)), tuple(seals)
+            if not offered.known:
+                continue
+            tokens = min(scheduled.computed + scheduled.scheduled, offered.tokens)
+            offered.sealed = tokens == offered.tokens
+            if offered.sealed or self._by_step:
+                blocks = self._first_blocks(scheduled.request, tokens, offered.table)
+                ready.append(Ready(scheduled.request, tokens, (blocks,)))
+        return tuple(sorted(preempted)), tuple(ready)
 
-    def blind_step(self) -> tuple[tuple[str, ...], tuple[Seal, ...]]:
+    def blind_step(self) -> tuple[tuple[str, ...], tuple[Ready, ...]]:
         """A step that could not be read: anything may have been preempted, so nothing may be read any more."""
         for offered in self._offered.values():
             offered.sealed = offered.known = False
@@ -102,7 +113,7 @@ class Sending:
         if not offered.sealed:
             self.dropped(request)
             return None
-        blocks = [pool.blocks[block] for block in self._prompt_blocks(request, offered, block_ids)]
+        blocks = [pool.blocks[block] for block in self._first_blocks(request, offered.tokens, block_ids)]
         parameters = {
             **self._coordinates,
             "remote_request_id": request,
@@ -138,11 +149,8 @@ class Sending:
         self._offers, self._finishes = [], []
         return taken
 
-    def _prompt_blocks(
-        self, request: str, offered: _Offered, block_ids: Sequence[int] | None = None
-    ) -> tuple[int, ...]:
-        table = offered.table if block_ids is None else block_ids
-        needed = -(-offered.tokens // self._block_size)
+    def _first_blocks(self, request: str, tokens: int, table: Sequence[int]) -> tuple[int, ...]:
+        needed = -(-tokens // self._block_size)
         if len(table) < needed:
-            raise ValueError(f"{request} has {len(table)} blocks for a prompt that needs {needed}")
+            raise ValueError(f"{request} has {len(table)} blocks for {tokens} tokens, which need {needed}")
         return tuple(table[:needed])

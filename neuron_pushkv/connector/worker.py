@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from neuron_pushkv.connector.metadata import PushKVMetadata
-from neuron_pushkv.orders import Blocks, Seal, StepOrders
+from neuron_pushkv.orders import Blocks, Ready, StepOrders
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Engine(Protocol):
     def begin_step(self, orders: StepOrders) -> None:
         """Before the forward pass."""
 
-    def seal(self, seals: Sequence[Seal]) -> None:
+    def advance(self, ready: Sequence[Ready]) -> None:
         """After the forward pass has been launched."""
 
     def end_step(self) -> None:
@@ -82,10 +82,10 @@ class WorkerSide:
         self._untried.update(metadata.untried)  # By each rank, as each counts its own part of every other transfer.
         self._engine.begin_step(dataclasses.replace(orders, withdrawn=withdrawn, counters=counters))
 
-    def seal(self, metadata: PushKVMetadata) -> None:
-        """The forward pass has been launched: what it completes may be pushed behind it."""
-        if metadata.orders.seals:
-            self._engine.seal(metadata.orders.seals)
+    def advance(self, metadata: PushKVMetadata) -> None:
+        """The forward pass has been launched: what it computes may be pushed behind it."""
+        if metadata.orders.ready:
+            self._engine.advance(metadata.orders.ready)
 
     def end(self) -> None:
         """The step is over."""

@@ -73,7 +73,6 @@ class Write:
     key: Key
     source: tuple[int, ...]
     target: tuple[int, ...]
-    tokens: int
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TypeVar
 
 from neuron_pushkv.content import Content
@@ -17,16 +16,9 @@ REMEMBERED_TRANSFERS = 1 << 14
 Key = TypeVar("Key", str, bytes)
 
 
-class SourceState(StrEnum):
-    """What a receiver is told. "unknown" is a registration's state before there is a source for it."""
-
-    COMPUTING = "computing"
-    SEALED = "sealed"
-
-
 @dataclass
 class Source:
-    """One offered request. ``blocks`` hold its whole prompt once it is sealed."""
+    """One offered request. ``blocks`` hold the first ``ready`` tokens of its prompt."""
 
     request: str
     transfer: str
@@ -34,7 +26,7 @@ class Source:
     wanted: int
     """Deliveries that were announced for its whole transfer; when that many are done, nobody else will ask."""
     order: int
-    state: SourceState = SourceState.COMPUTING
+    ready: int = 0
     blocks: tuple[int, ...] = ()
     finished: bool = False
     """vLLM has let go of the request, so its blocks are held by our reference alone."""
@@ -44,6 +36,11 @@ class Source:
     """Ever matched, for choosing between equal sources."""
     active: set[tuple[int, int, int]] = field(default_factory=set)
     keep_until: float = float("inf")
+
+    @property
+    def state(self) -> str:
+        """What a receiver is told: "computing", or "sealed" when the whole prompt is there."""
+        return "sealed" if self.ready >= self.content.length else "computing"
 
     def agrees(self, register: Register) -> bool:
         """Whether its content is what the receiver has at the first and the last position asked for."""

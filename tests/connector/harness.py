@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from neuron_pushkv.orders import Seal, StepOrders
+from neuron_pushkv.orders import Ready, StepOrders
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -58,7 +58,7 @@ class EngineDouble:
 
     steps: list[StepOrders] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
-    sealed: list[Seal] = field(default_factory=list)
+    ready: list[Ready] = field(default_factory=list)
     finished: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     stats: dict[str, Any] = field(default_factory=dict)
@@ -67,9 +67,13 @@ class EngineDouble:
         self.calls.append("begin_step")
         self.steps.append(orders)
 
-    def seal(self, seals: Sequence[Seal]) -> None:
-        self.calls.append("seal")
-        self.sealed.extend(seals)
+    def advance(self, ready: Sequence[Ready]) -> None:
+        self.calls.append("advance")
+        self.ready.extend(ready)
+
+    def sealed(self, tokens: int) -> list[str]:
+        """Requests of which that many tokens, the whole prompt, were ready."""
+        return [order.request for order in self.ready if order.tokens == tokens]
 
     def end_step(self) -> None:
         self.calls.append("end_step")

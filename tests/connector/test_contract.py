@@ -28,7 +28,7 @@ from neuron_pushkv.connector.fingerprint import fingerprint
 from neuron_pushkv.connector.parameters import AllowedHosts
 from neuron_pushkv.connector.scheduler import SchedulerSide
 from neuron_pushkv.connector.stats import PushKVMetrics, PushKVStats
-from neuron_pushkv.orders import Finish, Offer, Receive, Seal
+from neuron_pushkv.orders import Finish, Offer, Ready, Receive
 from tests.connector.harness import DirectoryDouble
 
 FOLDER = Path(__file__).parent / "contract"
@@ -227,8 +227,9 @@ def test_a_prefill_leg_reads_only_what_is_there(contract: Contract) -> None:
         output(contract, new=False, blocks=[1, 2, 3, 4], computed=64, scheduled=36)
     ).orders
     assert side.request_finished(asked, [1, 2, 3, 4]) is not None
-    assert [type(order) for order in (*first.offers, *second.seals)] == [Offer, Seal]
-    assert second.seals[0].blocks == ((1, 2, 3, 4),)
+    assert [type(order) for order in first.offers] == [Offer]
+    assert first.ready == (Ready("r", 64, ((1, 2),)),)
+    assert second.ready == (Ready("r", 100, ((1, 2, 3, 4),)),)
     last = side.build_connector_meta(output(contract, new=True, blocks=[9], computed=0, scheduled=1)).orders
     assert last.finished == (Finish("r", kept=True),)
     assert held == {1: 1, 2: 1, 3: 1, 4: 1}

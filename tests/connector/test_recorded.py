@@ -120,6 +120,10 @@ class Replay:
         assert (answer is not None) == event["kept"]
         self.answers[event["request"]] = answer
 
+    def seals(self) -> list[Any]:
+        """Orders that make a whole prompt ready."""
+        return [order for order in self.orders("ready") if order.tokens == self.prompts[order.request][1]]
+
     def orders(self, kind: str) -> list[Any]:
         return [order for _, metadata in self.steps for order in getattr(metadata.orders, kind)]
 
@@ -145,7 +149,7 @@ def test_the_recording_is_what_vllm_still_shows(live: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_prompts_are_sealed_in_the_step_that_completes_them(recorded: dict[str, Any], scenario: str) -> None:
+def test_prompts_are_ready_as_far_as_each_step_computes_them(recorded: dict[str, Any], scenario: str) -> None:
     replay = Replay(recorded[scenario])
     legs = {
         name for name, request in replay.requests.items() if (request.kv_transfer_params or {}).get("do_remote_decode")
@@ -162,10 +166,11 @@ def test_prompts_are_sealed_in_the_step_that_completes_them(recorded: dict[str, 
         due = {}
         for name in legs & set(computed):
             count = replay.prompts[name][1]
-            if computed[name] + output["num_scheduled_tokens"][name] >= count and not sealed.get(name):
-                due[name] = tuple(event["tables"][name][0][: -(-count // BLOCK)])
-                sealed[name] = True
-        assert {seal.request: seal.blocks[0] for seal in orders.seals} == due
+            if not sealed.get(name):
+                ready = min(computed[name] + output["num_scheduled_tokens"][name], count)
+                due[name] = ready, tuple(event["tables"][name][0][: -(-ready // BLOCK)])
+                sealed[name] = ready == count
+        assert {order.request: (order.tokens, order.blocks[0]) for order in orders.ready} == due
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -178,7 +183,7 @@ def test_orders_are_given_once_and_in_their_order(recorded: dict[str, Any], scen
             assert offer.request not in known
             assert offer.content == replay.content(offer.request)
             known.add(offer.request)
-        for named in (*metadata.orders.preempted, *(order.request for order in metadata.orders.seals)):
+        for named in (*metadata.orders.preempted, *(order.request for order in metadata.orders.ready)):
             assert named in known
         for finish in metadata.orders.finished:
             assert finish.kept == (replay.answers[finish.request] is not None)
@@ -199,7 +204,7 @@ def test_chunked_prefill_and_prefix_hit(recorded: dict[str, Any]) -> None:
         ("again", "t2", 2),
         ("last", "", 1),
     ]
-    first, again, last = replay.orders("seals")
+    first, again, last = replay.seals()
     assert first.blocks[0][:31] == again.blocks[0][:31]
     assert len(first.blocks[0]) == len(again.blocks[0]) == 32
     assert len(last.blocks[0]) == 2
@@ -221,14 +226,14 @@ def test_chunked_prefill_and_prefix_hit(recorded: dict[str, Any]) -> None:
 def test_a_preempted_prompt_is_sealed_once_it_is_computed_again(recorded: dict[str, Any], scenario: str) -> None:
     replay = Replay(recorded[scenario])
     assert replay.orders("preempted") == ["three"]
-    assert sorted(seal.request for seal in replay.orders("seals")) == ["one", "three", "two"]
+    assert sorted(seal.request for seal in replay.seals()) == ["one", "three", "two"]
     assert all(replay.answers.values())
 
 
 def test_a_sealed_prompt_that_is_preempted_is_sealed_again(recorded: dict[str, Any]) -> None:
     replay = Replay(recorded["sealed_first"])
     assert replay.orders("preempted") == ["leg"]
-    assert [seal.request for seal in replay.orders("seals")] == ["leg", "leg", "last"]
+    assert [seal.request for seal in replay.seals()] == ["leg", "leg", "last"]
     assert replay.answers["leg"] is not None
 
 
@@ -269,20 +274,20 @@ def test_workers_carry_out_each_order_once(recorded: dict[str, Any], scenario: s
         worker.begin(metadata)
         waiting.update({receive.request: receive for receive in metadata.orders.receives})
         engine.finished = {name for name in waiting if name not in reported}
-        forward = order != "no forward" or metadata.orders.seals
+        forward = order != "no forward" or metadata.orders.ready
         if order in ("V1", "V2") and forward:
-            worker.seal(metadata)
+            worker.advance(metadata)
         finished, failed = worker.take_results()
         reported += finished
         assert not failed
         if order == "speculative":
-            worker.seal(metadata)
+            worker.advance(metadata)
         worker.end()
     assert sorted(reported) == sorted(waiting)
-    assert engine.sealed == (replay.orders("seals") if order != "no forward" else [])
+    assert engine.ready == (replay.orders("ready") if order != "no forward" else [])
     assert len(engine.steps) == len(replay.steps)
     for given, (_, metadata) in zip(engine.steps, replay.steps, strict=True):
         assert [offer.request for offer in given.offers] == [offer.request for offer in metadata.orders.offers]
         assert given.finished == metadata.orders.finished
-    grouped = [name for name, _ in itertools.groupby(engine.calls) if name != "seal"]
+    grouped = [name for name, _ in itertools.groupby(engine.calls) if name != "advance"]
     assert grouped == ["begin_step", "take_results", "end_step"] * len(replay.steps)

@@ -51,7 +51,7 @@ def test_a_prefill_aborted_at_any_stage(engine: Harness, steps: int) -> None:
     for _ in range(steps):
         engine.step()
     engine.abort("p")
-    sealed = bool(engine.engine.sealed)
+    sealed = bool(engine.engine.sealed(len(PROMPT)))
     assert sealed == (steps >= 4)
     assert engine.directory.kept == (["p"] if sealed else [])
     assert engine.free == whole - (7 if sealed else 0)

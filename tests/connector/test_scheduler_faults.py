@@ -132,13 +132,13 @@ def test_a_step_that_cannot_be_read_takes_back_what_was_sealed(model: Path, monk
     whole = engine.free
     engine.add("p", PROMPT, PREFILL, max_tokens=5)
     engine.step()
-    assert [seal.request for seal in engine.engine.sealed] == ["p"]
+    assert engine.engine.sealed(len(PROMPT)) == ["p"]
     with monkeypatch.context() as patch:
         patch.setattr("neuron_pushkv.connector.compat.step_view", broken)
         engine.step()
     assert engine.engine.steps[-1].preempted == ("p",)
     engine.step()
-    assert [seal.request for seal in engine.engine.sealed] == ["p", "p"]
+    assert engine.engine.sealed(len(PROMPT)) == ["p", "p"]
     engine.steps()
     assert engine.directory.kept == ["p"]
     engine.directory.free("p")

@@ -6,7 +6,7 @@ from typing import Any
 
 from neuron_pushkv.connector.metadata import PushKVMetadata, Refused
 from neuron_pushkv.connector.worker import WorkerSide
-from neuron_pushkv.orders import Receive, Seal, StepOrders
+from neuron_pushkv.orders import Ready, Receive, StepOrders
 from tests.connector.harness import EngineDouble
 
 
@@ -35,18 +35,18 @@ def test_a_step_is_carried_out_once_whichever_hook_comes_first() -> None:
 def test_an_empty_step_still_begins_and_ends() -> None:
     worker, engine = side()
     worker.begin(step(1))
-    worker.seal(step(1))
+    worker.advance(step(1))
     worker.end()
     assert engine.calls == ["begin_step", "end_step"]
 
 
-def test_seals_are_handed_on_after_the_forward_pass() -> None:
+def test_what_is_ready_is_handed_on_after_the_forward_pass() -> None:
     worker, engine = side()
-    metadata = step(1, seals=(Seal("a", ((1,),)),))
+    metadata = step(1, ready=(Ready("a", 7, ((1,),)),))
     worker.begin(metadata)
-    assert not engine.sealed
-    worker.seal(metadata)
-    assert engine.sealed == [Seal("a", ((1,),))]
+    assert not engine.ready
+    worker.advance(metadata)
+    assert engine.ready == [Ready("a", 7, ((1,),))]
 
 
 def test_a_load_is_reported_once() -> None:

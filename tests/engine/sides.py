@@ -15,7 +15,7 @@ from neuron_pushkv.device.host import HostAccelerator
 from neuron_pushkv.directory import Directory
 from neuron_pushkv.engine import PushEngine, Results
 from neuron_pushkv.layout import Layout, Region
-from neuron_pushkv.orders import Finish, Offer, Receive, Seal, StepOrders
+from neuron_pushkv.orders import Finish, Offer, Ready, Receive, StepOrders
 from neuron_pushkv.transport.base import Transport
 from neuron_pushkv.wire import Rank
 
@@ -89,10 +89,10 @@ class Side:
         self.engine.close()
         self.directory.close()
 
-    def step(self, orders: StepOrders | None = None, seals: tuple[Seal, ...] = ()) -> Results:
+    def step(self, orders: StepOrders | None = None, ready: tuple[Ready, ...] = ()) -> Results:
         """One engine step, as the connector drives it."""
         self.engine.begin_step(orders or StepOrders())
-        self.engine.seal(seals)
+        self.engine.advance(ready)
         results = self.engine.take_results()
         self.engine.end_step()
         self.finished += results.finished
@@ -110,16 +110,20 @@ class Side:
     # As a sender.
 
     def prefill(self, request: str, prompt: int, tokens: int, blocks: list[int], transfer: str = "t") -> None:
-        """Offer, compute and seal in one step."""
+        """Offer it, and compute it in one step."""
         self.offer(request, prompt, tokens, transfer)
-        self.seal(request, prompt, blocks)
+        self.seal(request, prompt, blocks, tokens)
 
     def offer(self, request: str, prompt: int, tokens: int, transfer: str = "t") -> None:
         self.step(StepOrders(offers=(Offer(request, transfer, content(prompt, tokens), 1),)))
 
-    def seal(self, request: str, prompt: int, blocks: list[int]) -> None:
+    def seal(self, request: str, prompt: int, blocks: list[int], tokens: int | None = None) -> None:
+        """The step that computes the prompt's last tokens; ``tokens`` where the last block isn't full."""
         self.fill(prompt, blocks)
-        self.step(seals=(Seal(request, (tuple(blocks),)),))
+        self.advance(request, BLOCK_SIZE * len(blocks) if tokens is None else tokens, blocks)
+
+    def advance(self, request: str, tokens: int, blocks: list[int]) -> None:
+        self.step(ready=(Ready(request, tokens, (tuple(blocks),)),))
 
     def finish(self, request: str, kept: bool = True) -> None:
         if kept:

@@ -11,7 +11,7 @@ from neuron_pushkv.layout import Layout, Region
 from neuron_pushkv.ledger import effects as fx
 from neuron_pushkv.ledger.inbound import Inbound
 from neuron_pushkv.ledger.outbound import Outbound
-from neuron_pushkv.orders import Finish, Offer, Receive
+from neuron_pushkv.orders import Finish, Offer, Ready, Receive
 from neuron_pushkv.wire import (
     Accepted,
     Cancel,
@@ -53,7 +53,7 @@ class Pair:
         self.drops: list[str] = []
         self.events: list[str] = []
         self.tickets: dict[int, fx.Write] = {}
-        self.all_writes: list[fx.Write] = []
+        self.all_writes: dict[int, fx.Write] = {}
         self.cancelled_tickets: list[int] = []
         self.expected: dict[int, int] = {}
         self.counts: dict[int, int] = {}
@@ -69,7 +69,7 @@ class Pair:
 
     def seal(self, request: str = "p", tokens: int = 100) -> None:
         blocks = tuple(range(-(-tokens // BLOCK)))
-        self.sender(self.outbound.seal(request, (blocks,), self.now))
+        self.sender(self.outbound.advance(Ready(request, tokens, (blocks,)), self.now))
 
     def finish(self, request: str = "p", kept: bool = True) -> None:
         self.sender(self.outbound.finish(Finish(request, kept), self.now))
@@ -199,11 +199,9 @@ class Pair:
                 case fx.Write():
                     self._tickets += 1
                     self.tickets[self._tickets] = effect
-                    self.all_writes.append(effect)
-                    posted = self.outbound.posted(
-                        effect.key, self._tickets, self.writes, 4096 * len(effect.source), effect.tokens, self.now
-                    )
-                    self.sender(posted)
+                    self.all_writes[self._tickets] = effect
+                    size = 4096 * len(effect.source)
+                    self.sender(self.outbound.posted(effect, self._tickets, self.writes, size, self.now))
                 case fx.CancelTicket(ticket):
                     self.cancelled_tickets.append(ticket)
                 case fx.Freed(request):

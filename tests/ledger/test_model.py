@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from neuron_pushkv.orders import Offer
+from neuron_pushkv.orders import Offer, Ready
 
 from .pair import BLOCK, Pair, content
 
@@ -24,16 +24,21 @@ class Lives(RuleBasedStateMachine):
         self.number = 0
         self.prompts: dict[str, tuple[int, int]] = {}
         self.transfers: dict[str, str] = {}
-        self.owners: dict[int, str] = {}
+        self.tables: dict[str, tuple[int, ...]] = {}
+        self.holds: dict[int, tuple[str, int]] = {}
+        """Block -> whose prompt's which block it holds, or held until vLLM took it back."""
+        self.taken_back: set[int] = set()
+        self.ready: dict[str, int] = {}
         self.sealed: set[str] = set()
         self.running: set[str] = set()
         self.kept: set[str] = set()
         self.waiting: dict[str, tuple[int, int, int]] = {}
-        self.asked: dict[str, tuple[int, int]] = {}
+        self.asked: dict[str, tuple[int, int, int]] = {}
         self.landed: dict[int, int] = {}
+        self.ends: dict[tuple[int, int, int], int] = {}
         self.in_doubt: list[tuple[int, int, int]] = []
         """Deliveries of which a write may still land, until their connection has been fenced."""
-        self.checked_reports = 0
+        self.checked_reports = self.checked_writes = 0
 
     # The sender's vLLM.
 
@@ -46,20 +51,35 @@ class Lives(RuleBasedStateMachine):
         name = f"p{self.number}"
         self.prompts[name], self.transfers[name] = (prompt, tokens), transfer
         self.running.add(name)
+        self.allocate(name)
         order = Offer(name, transfer, content(tokens, prompt), deliveries)
         self.pair.sender(self.pair.outbound.offer(order, self.pair.now))
 
     @precondition(lambda self: self.running - self.sealed)
     @rule(data=st.data())
     def seal(self, data: st.DataObject) -> None:
-        self.seal_one(data.draw(st.sampled_from(sorted(self.running - self.sealed))))
+        name = data.draw(st.sampled_from(sorted(self.running - self.sealed)))
+        self.advance_one(name, self.prompts[name][1])
 
-    def seal_one(self, name: str) -> None:
-        first = len(self.owners)
-        blocks = tuple(range(first, first + -(-self.prompts[name][1] // BLOCK)))
-        self.owners.update(dict.fromkeys(blocks, name))
-        self.sealed.add(name)
-        self.pair.sender(self.pair.outbound.seal(name, (blocks,), self.pair.now))
+    @precondition(lambda self: self.running - self.sealed)
+    @rule(data=st.data())
+    def advance(self, data: st.DataObject) -> None:
+        """A chunk of any size, which need not fill a block."""
+        name = data.draw(st.sampled_from(sorted(self.running - self.sealed)))
+        self.advance_one(name, data.draw(st.integers(self.ready[name] + 1, self.prompts[name][1])))
+
+    def allocate(self, name: str) -> None:
+        first = len(self.holds)
+        self.tables[name] = tuple(range(first, first + -(-self.prompts[name][1] // BLOCK)))
+        self.holds.update({block: (name, index) for index, block in enumerate(self.tables[name])})
+        self.ready[name] = 0
+
+    def advance_one(self, name: str, tokens: int) -> None:
+        self.ready[name] = tokens
+        if tokens == self.prompts[name][1]:
+            self.sealed.add(name)
+        order = Ready(name, tokens, (self.tables[name][: -(-tokens // BLOCK)],))
+        self.pair.sender(self.pair.outbound.advance(order, self.pair.now))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -68,19 +88,30 @@ class Lives(RuleBasedStateMachine):
         self.running.discard(name)
         if name in self.sealed:
             self.kept.add(name)
+        else:
+            self.take_back(name)
         self.pair.finish(name, kept=name in self.sealed)
 
-    @precondition(lambda self: self.running & self.sealed)
-    @rule(data=st.data())
-    def preempt(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.running & self.sealed)))
-        self.pair.sender(self.pair.outbound.drain(name))
-        for ticket, write in list(self.pair.tickets.items()):
-            if self.owners[write.source[0]] == name:
-                self.end(ticket, in_doubt=False)
-        assert not self.pair.outbound.reading(name)
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), asked_for=st.booleans())
+    def preempt(self, data: st.DataObject, asked_for: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.running)))
+        self.take_back(name)
         self.pair.outbound.preempted(name)
         self.sealed.discard(name)
+        self.allocate(name)
+        if asked_for:
+            self.receive_one(self.prompts[name][0], self.transfers[name], self.prompts[name][1], hit=False)
+            self.pair.flush()
+
+    def take_back(self, name: str) -> None:
+        """Writes that read its blocks end first, as the engine sees to."""
+        self.pair.sender(self.pair.outbound.drain(name))
+        for ticket, write in list(self.pair.tickets.items()):
+            if ticket in self.pair.tickets and self.holds[write.source[0]][0] == name:
+                self.end(ticket, in_doubt=False)
+        assert not self.pair.outbound.reading(name)
+        self.taken_back |= set(self.tables[name])
 
     # The receiver's vLLM.
 
@@ -92,10 +123,11 @@ class Lives(RuleBasedStateMachine):
         self.number += 1
         name = f"d{self.number}"
         start = BLOCK if hit and tokens > BLOCK else 0
-        self.asked[name] = (prompt, start)
+        self.asked[name] = (prompt, start, tokens)
         self.pair.receive(name, transfer, start, tokens, prompt)
         delivery = self.pair.inbound._by_request[name]
         self.waiting[name] = (delivery.connection, delivery.slot, delivery.epoch)
+        self.ends[self.waiting[name]] = tokens
 
     @precondition(lambda self: self.prompts)
     @rule(data=st.data(), named=st.booleans(), hit=st.booleans())
@@ -105,11 +137,19 @@ class Lives(RuleBasedStateMachine):
         prompt, tokens = self.prompts[offered]
         self.receive_one(prompt, self.transfers[offered] if named else "", tokens, hit)
 
+    @rule(prompt=PROMPTS, transfer=TRANSFERS, hit=st.booleans())
+    def begin_a_stream(self, prompt: int, transfer: str, hit: bool) -> None:
+        """A long prompt of which some is pushed and some is still to be computed."""
+        self.offer_one(prompt, transfer, 3 * BLOCK, 1)
+        self.advance_one(f"p{self.number}", 2 * BLOCK + 5)
+        self.receive_one(prompt, transfer, 3 * BLOCK, hit)
+        self.pair.flush()
+
     @rule(prompt=PROMPTS, transfer=TRANSFERS, tokens=LENGTHS, hit=st.booleans())
     def begin_a_push(self, prompt: int, transfer: str, tokens: int, hit: bool) -> None:
         """The short way to a write under way, which is where it gets interesting."""
         self.offer_one(prompt, transfer, tokens, 1)
-        self.seal_one(f"p{self.number}")
+        self.advance_one(f"p{self.number}", tokens)
         self.receive_one(prompt, transfer, tokens, hit)
         self.pair.flush()
 
@@ -200,21 +240,32 @@ class Lives(RuleBasedStateMachine):
         self.checked_reports = len(self.pair.reports)
 
     def _right_bytes(self, name: str, key: tuple[int, int, int]) -> None:
-        (write,) = [write for write in self.pair.all_writes if write.key == key]
-        owners = {self.owners[block] for block in write.source}
-        assert len(owners) == 1
-        prompt, start = self.asked[name]
-        assert self.prompts[owners.pop()][0] == prompt, "another prompt's KV"
-        first = min(block for block, owner in self.owners.items() if owner == self.owners[write.source[0]])
-        assert start == 0 or write.source[0] > first, "KV of other positions"
+        """Every block of the receiver was last written from a block of that prompt and that position."""
+        written = {
+            target: self.holds[source]
+            for ticket, write in self.pair.all_writes.items()
+            if write.key == key and self.landed.get(ticket, 0) == self.pair.writes
+            for source, target in zip(write.source, write.target, strict=True)
+        }
+        prompt, start, end = self.asked[name]
+        positions = [written[target][1] for target in sorted(written)]
+        assert positions == list(range(start // BLOCK, -(-end // BLOCK)))
+        assert {self.prompts[owner][0] for owner, _ in written.values()} == {prompt}
 
     @invariant()
     def nothing_reads_what_is_vllms_again(self) -> None:
         assert len(self.pair.freed) == len(set(self.pair.freed))
+        freed = {block for name in self.pair.freed for block in self.tables[name]}
         for write in self.pair.tickets.values():
-            owner = self.owners[write.source[0]]
-            assert owner in self.sealed
-            assert owner not in self.pair.freed
+            assert not (freed | self.taken_back) & set(write.source)
+
+    @invariant()
+    def nothing_is_pushed_before_it_is_computed(self) -> None:
+        for write in list(self.pair.all_writes.values())[self.checked_writes :]:
+            for block in write.source:
+                name, index = self.holds[block]
+                assert self.ready[name] >= min((index + 1) * BLOCK, self.ends[write.key])
+        self.checked_writes = len(self.pair.all_writes)
 
     @invariant()
     def slots_are_used_by_one_delivery(self) -> None:

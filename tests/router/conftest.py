@@ -67,6 +67,7 @@ def bench(
         "decode": [decode.url],
         "prefill_push": [f"127.0.0.1:{PREFILL_PORT}"],
         "decode_push": [f"127.0.0.1:{DECODE_PORT}"],
+        "connect_seconds": 10.0,
         **settings,
     }
 
