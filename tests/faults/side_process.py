@@ -18,7 +18,11 @@ ANSWER_SECONDS = 30.0
 
 
 class RemoteSide:
-    """The process as the test sees it. ``wall`` and ``monotonic``: what its clocks show at first, in seconds."""
+    """The process as the test sees it.
+
+    ``wall`` and ``monotonic``: what its clocks show at first, in seconds. ``trouble``: the seed of its transport's
+    faults, if it is to have any; such an engine logs errors only.
+    """
 
     def __init__(
         self,
@@ -28,6 +32,7 @@ class RemoteSide:
         provider: str = "tcp",
         wall: float | None = None,
         monotonic: float | None = None,
+        trouble: int | None = None,
         **settings: object,
     ) -> None:
         self.port = port
@@ -36,6 +41,7 @@ class RemoteSide:
             "provider": provider,
             "wall": wall,
             "monotonic": monotonic,
+            "trouble": trouble,
             "settings": {"port": port, **settings},
         }
         self.process = subprocess.Popen(
@@ -96,16 +102,6 @@ class RemoteSide:
                     pipe.close()
 
 
-def descriptors() -> int:
-    """Files and sockets that this process has open."""
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is really there."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def set_clocks(wall: float | None, monotonic: float | None) -> None:
     """Let this process's clocks begin elsewhere; to be called before anything has read them."""
     for name, start in (("time", wall), ("monotonic", monotonic)):
@@ -121,33 +117,9 @@ def _ahead(clock: Callable[[], float], start: float) -> Callable[[], float]:
 def main() -> None:
     options = json.loads(sys.argv[1])
     set_clocks(options["wall"], options["monotonic"])
-    from neuron_pushkv.config import ConnectorSettings
-    from neuron_pushkv.transport.fabric import FabricTransport
-    from tests.engine.sides import Side, order, until
+    from tests.faults.commands import serve
 
-    settings = ConnectorSettings.model_validate(options["settings"])
-    with Side(options["name"], FabricTransport(provider=options["provider"]), settings) as side:
-
-        def receive(request: str, prompt: int, tokens: int, blocks: list[int], port: int, transfer: str) -> None:
-            from neuron_pushkv.orders import StepOrders
-
-            sender = ConnectorSettings(port=port)
-            side.step(StepOrders(receives=(order(request, prompt, tokens, blocks, sender, transfer),)))
-
-        def freed(request: str) -> None:
-            until(lambda: (side.step(), request in side.freed)[1], f"letting go of {request}")
-
-        commands: dict[str, Any] = {
-            "receive": receive,
-            "freed": freed,
-            "clocks": lambda: (time.time(), time.monotonic()),
-            "tables": lambda: (len(side.engine._inbound), len(side.engine._outbound), side.engine._outbound.sources),
-        }
-        print('"ready"', flush=True)
-        for line in sys.stdin:
-            command, *arguments = json.loads(line)
-            result = (commands.get(command) or getattr(side, command))(*arguments)
-            print(json.dumps(result if isinstance(result, (bool, list, tuple)) else None), flush=True)
+    serve(**options)
 
 
 if __name__ == "__main__":

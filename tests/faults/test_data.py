@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import sys
@@ -19,7 +18,7 @@ from neuron_pushkv.orders import Offer, Seal, StepOrders
 from neuron_pushkv.transport.fabric import FabricTransport
 from tests.engine.sides import BLOCK_BYTES, LAYERS, Side, content, until
 
-from .side_process import resident_bytes
+from .measures import native_bytes, resident_bytes
 
 NewSide = Callable[..., Side]
 
@@ -82,19 +81,6 @@ def test_like_prompts_under_ids_that_are_nearly_alike(sender: Side, receiver: Si
 
 
 # F34
-
-
-class _MallocState(ctypes.Structure):
-    NAMES = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-    _fields_ = tuple((name, ctypes.c_size_t) for name in NAMES)
-
-
-def native_bytes() -> int:
-    """What malloc has handed out and not got back: the native core and libfabric, for the most part."""
-    mallinfo2 = ctypes.CDLL(None).mallinfo2
-    mallinfo2.restype = _MallocState
-    state = mallinfo2()
-    return int(state.uordblks + state.hblkhd)
 
 
 def test_memory_does_not_grow_with_transfers(

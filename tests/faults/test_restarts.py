@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,9 @@ from neuron_pushkv.transport.fabric import FabricTransport
 from tests.engine.conftest import free_port
 from tests.engine.sides import BLOCKS, Side, order, until
 
-from .side_process import RemoteSide, descriptors
+from .commands import cut
+from .measures import descriptors
+from .side_process import RemoteSide
 
 NewSide = Callable[..., Side]
 RESTARTS = 20
@@ -168,20 +169,6 @@ def test_connections_cut_at_random(new_side: NewSide, provider: str) -> None:
     assert receiver.await_report("last")
 
 
-def cut(side: Side, chance: random.Random) -> int:
-    """Cut one of its connections to other workers, as a network does: without a word. How many were cut."""
-    core = side.engine._node._core
-    links = [core.links[connection] for connection in list(side.engine._links._links) if connection in core.links]
-    if not links:
-        return 0
-    transport = chance.choice(links)._transport
-    try:
-        transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
-    except (AttributeError, OSError):
-        return 0  # It has just ended by itself.
-    return 1
-
-
 HOUR, YEAR = 3600.0, 365 * 86400.0
 
 
@@ -210,4 +197,4 @@ def test_clocks_that_disagree(new_process: Callable[..., RemoteSide]) -> None:
     receiver.do("receive", "late", 3, 64, [31, 32, 33, 34], sender.port, "v")
     assert receiver.do("await_report", "late")
     sender.do("freed", "kept")
-    assert sender.do("tables") == receiver.do("tables") == [0, 0, 0]
+    assert sender.do("tables") == receiver.do("tables") == [0, 0, 0, 0]
