@@ -3,14 +3,16 @@ SHELL := /bin/bash
 VENV := .venv
 RUN := $(VENV)/bin/python -m
 PYTEST := $(RUN) pytest --durations=15
+SOAK_SECONDS ?= 600
+SOAK_SEED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint format lock clean clean-all
+.PHONY: help setup demo test test-fast soak lint format lock clean clean-all
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 	@echo
-	@echo "Can be set: PYTHON (which Python makes $(VENV)), CC, TORCH_PIP_ARGS (how pip finds torch), ARGS (for pytest)."
+	@echo "Can be set: PYTHON (which Python makes $(VENV)), CC, TORCH_PIP_ARGS (how pip finds torch), ARGS (for pytest), SOAK_SECONDS, SOAK_SEED."
 
 setup: ## virtual environment, torch, vLLM, this package and its native core; about 4 minutes the first time
 	@scripts/setup.sh
@@ -23,6 +25,9 @@ test: lint ## everything: linters and all tests, real vLLM engines among them
 
 test-fast: setup ## the tests that start no vLLM
 	$(PYTEST) -m "not vllm" $(ARGS)
+
+soak: setup ## two engines under random trouble for SOAK_SECONDS (600); a failure names its seed, SOAK_SEED repeats it
+	$(RUN) tests.soak --seconds $(SOAK_SECONDS) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
 
 lint: setup ## ruff, mypy and the import contract
 	$(RUN) ruff check .

@@ -6,12 +6,15 @@ from collections import deque
 
 from neuron_pushkv.transport.base import EPOCHS, SLOTS
 
+RESTING = 1 << 10
+"""With so many quiet slots no fresh one is taken: the tables, also the transport's, stay as small as they can be."""
+
 
 class SlotTable:
     """Hands out (slot, epoch), each slot least recently used, each use of a slot with its next epoch.
 
-    A slot comes back only when it is quiet. With 2^20 slots taken in turn an epoch of 12 bits comes round after four
-    thousand million deliveries, long after any write of the first one.
+    A slot comes back only when it is quiet. With a thousand slots taken in turn an epoch of 12 bits comes round after
+    four million deliveries, long after any write of the first one.
     """
 
     def __init__(self, slots: int = SLOTS) -> None:
@@ -22,7 +25,7 @@ class SlotTable:
 
     def take(self) -> tuple[int, int] | None:
         """A slot and its new epoch, or None when all are taken."""
-        if self._fresh < self._slots:
+        if self._fresh < self._slots and len(self._quiet) < RESTING:
             slot, epoch = self._fresh, 1
             self._fresh += 1
         elif self._quiet:
