@@ -195,6 +195,7 @@ class Outbound:
         self._by_ticket[ticket] = delivery
         delivery.next += len(write.source)
         delivery.posted_at = now
+        delivery.deadline = min(delivery.deadline, now + self._settings.no_progress_seconds)
         return delivery.commit() if delivery.next == len(delivery.register.blocks[0]) else []
 
     def post_failed(self, key: Key, reason: Reason, detail: str, now: float) -> list[Effect]:
@@ -241,11 +242,12 @@ class Outbound:
             return self._unmatched(delivery, now)
         if delivery.state is State.WRITTEN:
             return self._end(delivery, Reason.TIMEOUT, "the receiver never said DONE", now)
-        if delivery.tickets and now >= delivery.posted_at + self._settings.no_progress_seconds:
+        stalled = delivery.posted_at + self._settings.no_progress_seconds if delivery.tickets else float("inf")
+        if now >= stalled:
             delivery.deadline = float("inf")
             text = f"writes have not ended for {now - delivery.posted_at:.1f} s"
             return [Drop(delivery.key[0], Reason.TIMEOUT, text)]
-        delivery.deadline = now + PROGRESS_SECONDS
+        delivery.deadline = min(now + PROGRESS_SECONDS, stalled)
         return self._say(delivery) if delivery.state is State.PUSHING else []
 
     def _unmatched(self, delivery: Delivery, now: float) -> list[Effect]:

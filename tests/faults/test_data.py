@@ -14,7 +14,7 @@ from neuron_pushkv import home
 from neuron_pushkv.errors import Reason
 from neuron_pushkv.ledger import sources
 from neuron_pushkv.ledger.slots import RESTING, SlotTable
-from neuron_pushkv.orders import Offer, Seal, StepOrders
+from neuron_pushkv.orders import Offer, StepOrders
 from neuron_pushkv.transport.fabric import FabricTransport
 from tests.engine.sides import BLOCK_BYTES, LAYERS, Side, content, until
 
@@ -74,7 +74,7 @@ def test_like_prompts_under_ids_that_are_nearly_alike(sender: Side, receiver: Si
     for number, transfer in enumerate(ids):
         sender.step(StepOrders(offers=(Offer(f"p-{transfer}", transfer, content(1, 64), 1),)))
         sender.fill(700 + number, blocks[transfer][0])  # Told apart by their canary, not by their content.
-        sender.step(seals=(Seal(f"p-{transfer}", (tuple(blocks[transfer][0]),)),))
+        sender.advance(f"p-{transfer}", 64, blocks[transfer][0])
     for number, transfer in enumerate(ids):
         assert receiver.await_report(f"d-{transfer}")
         assert receiver.holds(700 + number, blocks[transfer][1])

@@ -16,7 +16,7 @@ from neuron_pushkv.device.host import HostAccelerator
 from neuron_pushkv.directory import Directory
 from neuron_pushkv.engine import PushEngine
 from neuron_pushkv.layout import Layout, Region
-from neuron_pushkv.orders import Offer, Seal, StepOrders
+from neuron_pushkv.orders import Offer, Ready, StepOrders
 from neuron_pushkv.peers.link import Link
 from neuron_pushkv.transport.base import Transport
 from neuron_pushkv.transport.loopback import LoopbackNetwork
@@ -58,10 +58,10 @@ class Vast:
             directory=(self.settings.host, self.settings.port),
         )
 
-    def step(self, orders: StepOrders | None = None, seals: tuple[Seal, ...] = ()) -> frozenset[str]:
+    def step(self, orders: StepOrders | None = None, ready: tuple[Ready, ...] = ()) -> frozenset[str]:
         """What has been received since the last one."""
         self.engine.begin_step(orders or StepOrders())
-        self.engine.seal(seals)
+        self.engine.advance(ready)
         results = self.engine.take_results()
         self.engine.end_step()
         assert not results.failed
@@ -96,7 +96,7 @@ def first_transfer(sender: Vast, receiver: Vast) -> None:
     for region in range(REGIONS):
         for number, block in enumerate(source):
             sender.memory[sender.block(region, block)] = bytes([region, number + 1]) * (BLOCK_BYTES // 2)
-    sender.step(StepOrders(offers=(Offer("p", "t", content(1, 32), 1),)), (Seal("p", (tuple(source),)),))
+    sender.step(StepOrders(offers=(Offer("p", "t", content(1, 32), 1),)), (Ready("p", 32, (tuple(source),)),))
     receiver.step(StepOrders(receives=(order("d", 1, 32, target, sender.settings, "t"),)))
     until(lambda: "d" in receiver.step(), "the first transfer")
     for region in range(REGIONS):
