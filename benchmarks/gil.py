@@ -1,39 +1,70 @@
 """How long the GIL of a process is held: a thread that wants it every now and then counts how long it is kept waiting.
 
-The thread sleeps for 50 us, again and again. A sleep ends with taking the GIL, so it lasts longer by as long as another
-thread holds that. It also lasts longer where the thread has to wait for a CPU, which the kernel counts for each
-thread (``schedstat``); that part is taken off, and so is what a sleep overruns by when the process is otherwise
-idle (its median, taken first). What remains is summed over a transfer.
+The thread sleeps for 50 us in a C function that has let the GIL go, and which notes the time when it wakes. The
+function's return takes the GIL again, and the thread then notes the time once more: what lies between the two is how
+long another thread kept it waiting (and 1 us or so of our own, which is measured first and taken off). That is
+summed over a transfer.
 
-Holds shorter than the sleep are seen only when one ends during them, so what is reported leans to the low side by up to
-half a sleep each, and to the high side by what little a wake-up now and then takes longer. The thread costs a few
-per cent of a core: transfers that are watched are not the ones that are timed.
+Holds that begin and end while the thread sleeps are not seen, of others the first half a sleep on average. Where the
+machine has no CPU for the thread when the GIL is free, that counts too. The thread costs a few per cent of a core:
+transfers that are watched are not those that are timed.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
 import statistics
+import tempfile
 import threading
 import time
+from functools import cache
+from typing import Any
+
+from cffi import FFI
 
 SLEEP_NS = 50_000
 CALIBRATION = 400
-_PR_SET_TIMERSLACK = 29
+
+_SOURCE = """
+#include <stdint.h>
+#include <time.h>
+static int64_t sleep_and_look(int64_t nanoseconds) {
+    struct timespec time = {0, nanoseconds};
+    clock_nanosleep(CLOCK_MONOTONIC, 0, &time, 0);
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+"""
+
+
+@cache
+def _native() -> Any:
+    """The C function, compiled for this run."""
+    ffi = FFI()
+    ffi.cdef("int64_t sleep_and_look(int64_t nanoseconds);")
+    ffi.set_source("_gil_probe", _SOURCE)
+    with tempfile.TemporaryDirectory() as folder:
+        from importlib.util import module_from_spec, spec_from_file_location
+
+        spec = spec_from_file_location("_gil_probe", ffi.compile(tmpdir=folder))
+        if spec is None or spec.loader is None:
+            raise RuntimeError("the GIL probe's C function can't be loaded")
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
 
 
 class Probe:
     """``start`` it before what is to be watched; ``stop`` returns milliseconds."""
 
     def __init__(self) -> None:
+        self._sleep = _native().lib.sleep_and_look
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._calibrated = threading.Event()
         self._held_ns = 0
 
     def start(self) -> None:
-        """Returns when the thread knows what a sleep takes while nothing goes on."""
+        """Returns when the thread knows what taking the GIL costs while nobody else wants it."""
         self._held_ns = 0
         self._stop.clear()
         self._calibrated.clear()
@@ -51,21 +82,12 @@ class Probe:
         return self._held_ns / 1e6
 
     def _watch(self) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
-        statistics_file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
-        try:
-            usual = statistics.median(self._overrun(statistics_file) for _ in range(CALIBRATION))
-            self._calibrated.set()
-            while not self._stop.is_set():
-                self._held_ns += max(0, round(self._overrun(statistics_file) - usual))
-        finally:
-            os.close(statistics_file)
+        usual = round(statistics.median(self._wait() for _ in range(CALIBRATION)))
+        self._calibrated.set()
+        while not self._stop.is_set():
+            self._held_ns += max(0, self._wait() - usual)
 
-    @staticmethod
-    def _overrun(statistics_file: int) -> int:
-        """Nanoseconds by which a sleep was too long for another reason than that there was no CPU to be had."""
-        queued = int(os.pread(statistics_file, 100, 0).split()[1])
-        began = time.monotonic_ns()
-        time.sleep(SLEEP_NS / 1e9)
-        queued -= int(os.pread(statistics_file, 100, 0).split()[1])
-        return time.monotonic_ns() - began - SLEEP_NS + queued
+    def _wait(self) -> int:
+        """Nanoseconds from the end of a sleep until the GIL was ours again."""
+        woke: int = self._sleep(SLEEP_NS)
+        return time.monotonic_ns() - woke

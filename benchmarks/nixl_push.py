@@ -2,7 +2,8 @@
 
 The agent has a progress thread and vLLM's default of four UCX threads. At first contact both sides' blocks are
 described once, a descriptor for each block of each region. A transfer is the index lists of its blocks, one prepared
-WRITE of all of them with a notification, and the receiver looks for that.
+WRITE of all of them with a notification, and the receiver looks for that. The sender looks for the end too, as vLLM
+does at every step: with several threads it is that look which sends the notification.
 """
 
 from __future__ import annotations
@@ -90,10 +91,10 @@ class Sender(Side):
         self.there = self.work.table(order, "receiver")
         self.cache.fill(self.table, salt)
 
-    def seal(self, number: int) -> int:
-        """Its KV is ready: push it. Returns when that was."""
+    def seal(self, number: int, pause: float) -> int:
+        """Its KV is ready: push it, and look every ``pause`` seconds for the end. Returns when it was ready."""
         ready = time.monotonic_ns()
-        self.handle = self.agent.make_prepped_xfer(
+        handle = self.agent.make_prepped_xfer(
             "WRITE",
             self.local,
             self.indices(self.table),
@@ -101,17 +102,13 @@ class Sender(Side):
             self.indices(self.there),
             notif_msg=f"t{number}:1".encode(),
         )
-        self.agent.transfer(self.handle)
-        return ready
-
-    def finish(self, number: int) -> None:
-        """See the transfer's end on this side too."""
-        deadline = time.monotonic() + REPORT_SECONDS
-        while (state := self.agent.check_xfer_state(self.handle)) != "DONE":
-            if state == "ERR" or time.monotonic() > deadline:
+        self.agent.transfer(handle)
+        while (state := self.agent.check_xfer_state(handle)) != "DONE":
+            if state == "ERR" or time.monotonic_ns() > ready + REPORT_SECONDS * 1e9:
                 raise RuntimeError(f"NIXL's transfer {number} ended as {state}")
-            time.sleep(0.001)
-        self.agent.release_xfer_handle(self.handle)
+            time.sleep(pause)
+        self.agent.release_xfer_handle(handle)
+        return ready
 
 
 class Receiver(Side):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from pathlib import Path
 
 from benchmarks.gil import Probe
 from benchmarks.work import BLOCK_BYTES, BLOCK_TOKENS, REGIONS, Cache, Work
@@ -30,7 +31,7 @@ def prompt(tokens: int) -> Content:
 class Side:
     """What both have."""
 
-    def __init__(self, name: str, provider: str, port: int, work: Work) -> None:
+    def __init__(self, name: str, provider: str, library: Path | None, port: int, work: Work) -> None:
         self.work = work
         self.cache = Cache(work)
         self.probe = Probe()
@@ -42,7 +43,7 @@ class Side:
         )
         settings = ConnectorSettings(port=port)
         incarnation = secrets.randbits(63)
-        self.transport = FabricTransport(provider)
+        self.transport = FabricTransport(provider, library)
         self.directory = Directory(settings, engine_id=name, incarnation=incarnation, port=port, ranks=1)
         self.engine = PushEngine(
             settings=settings,
@@ -92,8 +93,9 @@ class Sender(Side):
         """The request is known; its KV isn't there yet."""
         self.step(StepOrders(offers=(Offer(f"p{number}", f"t{number}", self.content, 1),)))
 
-    def seal(self, number: int) -> int:
-        """Its KV is ready: push it. Returns when that was."""
+    def seal(self, number: int, pause: float) -> int:
+        """Its KV is ready: push it. Returns when that was. There is nothing to look for every ``pause`` seconds."""
+        del pause
         self.engine.begin_step(StepOrders())
         ready = time.monotonic_ns()
         self.engine.seal((Seal(f"p{number}", (tuple(self.table),)),))

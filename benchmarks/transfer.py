@@ -117,13 +117,16 @@ class Pair(Runner):
         self.number += 1
         self.announce()
         self.receiver.tell("report", self.number, pause)
-        ready = self.sender.ask("seal", self.number)
+        ready = self.sender.ask("seal", self.number, pause)
         reported = self.receiver.answer()
-        self.sender.ask("finish", self.number)
+        self.conclude()
         return float(reported - ready) / 1e9
 
     def announce(self) -> None:
         """What precedes the end of the prefill."""
+
+    def conclude(self) -> None:
+        """What follows the report."""
 
     def writes(self) -> int:
         """How many there were since it was opened."""
@@ -158,18 +161,21 @@ class Push(Pair):
 
     engine = "pushkv"
 
-    def __init__(self, work: Work, provider: str) -> None:
+    def __init__(self, work: Work, provider: str, library: Path | None) -> None:
         super().__init__(work)
         self.provider = provider
         self.port = free_port()
-        self.sender = Remote(pushing.Sender, "sender", provider, self.port, work)
-        self.receiver = Remote(pushing.Receiver, "receiver", provider, free_port(), work)
+        self.sender = Remote(pushing.Sender, "sender", provider, library, self.port, work)
+        self.receiver = Remote(pushing.Receiver, "receiver", provider, library, free_port(), work)
         self.versions = {"libfabric": self.sender.ask("versions")}
 
     def announce(self) -> None:
         self.sender.ask("offer", self.number)
         self.receiver.ask("receive", self.number, LOOPBACK, self.port)
         time.sleep(LEAD_SECONDS)
+
+    def conclude(self) -> None:
+        self.sender.ask("finish", self.number)
 
     def writes(self) -> int:
         return int(self.sender.ask("writes"))
@@ -286,6 +292,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="of the prompt; a multiple of 16")
     parser.add_argument("--repeats", type=int, default=7, help="counted transfers per row")
     parser.add_argument("--providers", nargs="*", default=["shm", "tcp"], help="libfabric providers")
+    parser.add_argument("--libfabric", type=Path, help="libfabric.so.1 to use, if not the one that engines would")
     parser.add_argument("--json", type=Path, help="file to write the rows to")
     options = parser.parse_args()
     if options.tokens < BLOCK_TOKENS or options.tokens % BLOCK_TOKENS:
@@ -303,7 +310,7 @@ def main() -> None:
     try:
         runners.append(Copy(work))
         for provider in options.providers:
-            runners.append(Push(work, provider))
+            runners.append(Push(work, provider, options.libfabric))
         version = nixl_push.version()
         if version is None:
             console.print("NIXL is not installed here, so its rows are missing (pip install --no-deps nixl nixl-cu12)")
