@@ -89,7 +89,7 @@ class ConnectorSettings(Security):
     provider: Provider = "efa"
     """libfabric provider. Start-up fails if the one that is found is another."""
     libfabric: Path | None = None
-    """Path of libfabric.so.1; by default EFA's own, then the loader's and the ``mpich`` wheel's (without EFA: the wheel's first)."""
+    """Path of libfabric.so.1; by default EFA's own, the loader's, the ``mpich`` wheel's (that first unless for EFA)."""
 
     connect_seconds: PositiveSeconds = 2.0
     """How long connecting to a peer and the handshake with it may take together."""
