@@ -89,7 +89,7 @@ class ConnectorSettings(Security):
     provider: Provider = "efa"
     """libfabric provider. Start-up fails if the one that is found is another."""
     libfabric: Path | None = None
-    """Path of libfabric.so.1; by default EFA's own, then the loader's, then the one in the ``mpich`` wheel."""
+    """Path of libfabric.so.1; by default EFA's own, the loader's, the ``mpich`` wheel's (that first unless for EFA)."""
 
     push_granularity: Literal["step", "request"] = "step"
     """When KV moves: with each prefill step what it has filled, or all of it when prefill ends."""

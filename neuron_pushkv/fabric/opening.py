@@ -66,7 +66,7 @@ def open_core(module: ModuleType, asked: str, library: Path | None, host: str | 
     options.tx_depth = TX_DEPTH
     out = ffi.new("pk_core **")
     tried: list[str] = []
-    for path in discovery.candidates(library):
+    for path in discovery.candidates(library, provider):
         name = ffi.new("char[]", os.fsencode(path))
         options.library = name
         failure = ffi.new("pk_failure *")

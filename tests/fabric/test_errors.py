@@ -179,11 +179,13 @@ def test_the_order_of_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     first, second = tmp_path / "lib64", tmp_path / "lib"
     monkeypatch.setattr(discovery, "INSTALLER_FOLDERS", (first, second))
     monkeypatch.setattr(discovery, "in_wheel", lambda: Path("/wheel/libfabric.so.1"))
-    assert list(discovery.candidates(None)) == ["libfabric.so.1", "/wheel/libfabric.so.1"]
+    assert list(discovery.candidates(None, "efa")) == ["libfabric.so.1", "/wheel/libfabric.so.1"]
+    assert list(discovery.candidates(None, "shm")) == ["/wheel/libfabric.so.1", "libfabric.so.1"]
     for folder in (second, first):
         folder.mkdir()
         (folder / "libfabric.so.1").touch()
     installed = [str(folder / "libfabric.so.1") for folder in (first, second)]
-    assert list(discovery.candidates(None)) == [*installed, "libfabric.so.1", "/wheel/libfabric.so.1"]
-    assert list(discovery.candidates(second)) == installed[1:]
-    assert list(discovery.candidates(second / "libfabric.so.1")) == installed[1:]
+    assert list(discovery.candidates(None, "efa")) == [*installed, "libfabric.so.1", "/wheel/libfabric.so.1"]
+    assert list(discovery.candidates(None, "tcp")) == [*installed, "/wheel/libfabric.so.1", "libfabric.so.1"]
+    assert list(discovery.candidates(second, "efa")) == installed[1:]
+    assert list(discovery.candidates(second / "libfabric.so.1", "efa")) == installed[1:]
