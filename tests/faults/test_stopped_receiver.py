@@ -35,6 +35,7 @@ def test_receiver_stopped_during_the_write(
         sender.prefill("warm-up", 5, 16, [0], "w")
         receiver.do("receive", "warm-up", 5, 16, [0], sender.settings.port, "w")
         assert receiver.do("await_report", "warm-up")
+        until(lambda: len(sender.engine._outbound) == 0, "the warm-up's DONE")
         sender.offer("p", 1, TOKENS)
         receiver.do("receive", "d", 1, TOKENS, TARGET, sender.settings.port, "t")
         until(lambda: len(sender.engine._outbound), "the registration")
