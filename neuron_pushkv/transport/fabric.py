@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import logging
 import os
 import struct
 import zlib
@@ -27,6 +28,11 @@ from neuron_pushkv.transport.base import (
 )
 
 _ADDRESS = struct.Struct("<4sIIHH")  # magic, address format, process, bytes of provider, bytes of address
+logger = logging.getLogger(__name__)
+
+OVER_RXM = "tcp;ofi_rxm"
+"""What libfabric 1.x calls its tcp. Its progress follows a null context when an endpoint is closed, or its peer dies,
+while a write is half received."""
 _MAGIC = b"pkf1"
 _REMEMBERED = 4096
 _WILDCARDS = ("", "0.0.0.0", "::")
@@ -55,6 +61,12 @@ class FabricTransport(Transport):
         self._addresses: dict[Peer, bytes] = {}
         self._used: OrderedDict[bytes, None] = OrderedDict()
         self._try_out(host)
+        if self.provider == OVER_RXM:
+            logger.warning(
+                "%s can end this process when a connection ends in the middle of an incoming write (a fault of its tcp "
+                "that 2.x has not got): install the Python package 'mpich', which carries 2.5, or set 'libfabric'",
+                self.library,
+            )
 
     def _try_out(self, host: str) -> None:
         """Some of what can be wrong shows only when an endpoint is opened; find it before anybody depends on it."""

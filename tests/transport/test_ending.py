@@ -10,6 +10,7 @@ import pytest
 from neuron_pushkv.device.base import Memory
 from neuron_pushkv.errors import TransportError
 from neuron_pushkv.transport.base import Failed, Written, immediate
+from neuron_pushkv.transport.fabric import OVER_RXM
 from tests.transport.conftest import Pair
 from tests.transport.side import BUFFER, PATIENCE, eventually
 
@@ -94,6 +95,10 @@ def test_after_a_fence_the_source_may_be_used_again(pair: Pair) -> None:
 
 def test_after_a_fence_the_target_may_be_used_again(pair: Pair) -> None:
     near, far = pair.near, pair.far
+    if near.transport.provider == OVER_RXM:
+        pytest.skip(
+            "libfabric 1.x's tcp ends the process when an endpoint is closed in the middle of an incoming write"
+        )
     near.fill(0, b"\x01" * BUFFER)
     far.fill(0, bytes(BUFFER))
     half = BUFFER // 2
