@@ -135,7 +135,6 @@ class PushEngine:
                 self._tally.event(event, count)
             for request in orders.preempted:
                 self._take_back(request)
-                self._outbound.preempted(request)
             for finish in orders.finished:
                 if not finish.kept:
                     self._take_back(finish.request)

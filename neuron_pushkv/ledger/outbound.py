@@ -97,10 +97,14 @@ class Outbound:
         return {key[0] for key in source.active if self._deliveries[key].tickets} if source else set()
 
     def drain(self, request: str) -> list[Effect]:
-        """vLLM takes the request's blocks back: post no more from them. :meth:`reading` tells when none are read."""
+        """vLLM takes the request's blocks back: post no more from them, whoever registers meanwhile. When none are read
+        is for :meth:`reading` to tell. The prompt may be computed once more."""
         source = self._sources.get(request)
+        if source is None:
+            return []
+        source.ready, source.blocks = 0, ()
         effects: list[Effect] = []
-        for key in sorted(source.active) if source else ():
+        for key in sorted(source.active):
             delivery = self._deliveries[key]
             if delivery.state is not State.PUSHING or not delivery.tickets:
                 continue
@@ -110,12 +114,6 @@ class Outbound:
                 delivery.rewinding = True
                 effects += [CancelTicket(ticket) for ticket in delivery.tickets]
         return effects
-
-    def preempted(self, request: str) -> None:
-        """No write reads its blocks any more, and they are vLLM's again. The prompt will be computed once more."""
-        source = self._sources.get(request)
-        if source is not None:
-            source.ready, source.blocks = 0, ()
 
     # What a receiver says.
 

@@ -95,7 +95,6 @@ def test_preempted_source_fails_its_writes_and_is_served_again_when_recomputed()
     assert pair.outbound.reading("p") == {CONNECTION}
     pair.failed(written=1)
     assert pair.outbound.reading("p") == set()
-    pair.outbound.preempted("p")
     pair.flush()
     assert pair.reports == [("d", Reason.PREEMPTED)]
     pair.receive("again")

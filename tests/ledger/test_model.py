@@ -97,7 +97,6 @@ class Lives(RuleBasedStateMachine):
     def preempt(self, data: st.DataObject, asked_for: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.running)))
         self.take_back(name)
-        self.pair.outbound.preempted(name)
         self.sealed.discard(name)
         self.allocate(name)
         if asked_for:
