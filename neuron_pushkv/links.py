@@ -19,12 +19,9 @@ class Link:
 
     peer: Peer
     identity: Identity
+    regions: tuple[RemoteRegion, ...]
+    """With the transport's names for its memories."""
     fenced: bool = False
-
-    @property
-    def regions(self) -> tuple[RemoteRegion, ...]:
-        """Where its memory is."""
-        return self.identity.regions
 
     @property
     def blocks(self) -> int:
@@ -40,8 +37,9 @@ class Links:
         self._transport = transport
         self._layout = identity.layout
         self._identity = identity
+        self._memories = tuple(dict.fromkeys(registration.description for registration in regions))
         self._regions = tuple(
-            RemoteRegion(registration.remote_address(region.address), registration.key)
+            RemoteRegion(self._memories.index(registration.description), region.address - registration.memory.address)
             for registration, region in zip(regions, self._layout.regions, strict=True)
         )
         self._links: dict[int, Link] = {}
@@ -52,7 +50,9 @@ class Links:
             return msgspec.structs.replace(self._identity, layout=None), None
         peer = self._transport.open_peer()
         endpoint = self._transport.address(peer)
-        return msgspec.structs.replace(self._identity, regions=self._regions, endpoint=endpoint), peer
+        return msgspec.structs.replace(
+            self._identity, memories=self._memories, regions=self._regions, endpoint=endpoint
+        ), peer
 
     def check(self, role: str, theirs: Identity) -> None:
         """Refuse, naming both values, a worker whose KV can't be exchanged with ours."""
@@ -69,6 +69,8 @@ class Links:
             raise HandshakeRefused(Reason.MODEL_MISMATCH, text)
         if theirs.layout is None or len(theirs.regions) != len(theirs.layout.regions):
             raise HandshakeRefused(Reason.LAYOUT_MISMATCH, "the peer announces no memory for its KV cache")
+        if any(region.memory >= len(theirs.memories) for region in theirs.regions):
+            raise HandshakeRefused(Reason.LAYOUT_MISMATCH, "the peer's regions lie in memory that it doesn't describe")
         try:
             check_equal(self._layout, theirs.layout)
         except LayoutError as error:
@@ -83,10 +85,12 @@ class Links:
         """The connection is up. Raises :class:`TransportError`, with the endpoint closed, if theirs can't be used."""
         try:
             self._transport.connect(peer, theirs.endpoint)
+            targets = [self._transport.attach(peer, description) for description in theirs.memories]
         except TransportError:
             self._transport.fence(peer)
             raise
-        self._links[connection] = Link(peer, theirs)
+        regions = tuple(RemoteRegion(targets[region.memory], region.offset) for region in theirs.regions)
+        self._links[connection] = Link(peer, theirs, regions)
 
     def get(self, connection: int) -> Link | None:
         """The peer behind a connection, if it is one."""

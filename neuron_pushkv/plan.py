@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
+import numpy as np
+
 from neuron_pushkv.layout import Layout
-from neuron_pushkv.transport.base import Product, Registration, Span
+from neuron_pushkv.transport.base import Product, Registration, Span, SpanTable
 from neuron_pushkv.wire import RemoteRegion
 
 
@@ -42,12 +43,10 @@ def plan(
     products = []
     for block_bytes in sorted({region.block_bytes for region in layout.regions}):
         spans = [
-            Span(registration, region.address, there.address, there.key)
+            Span(registration, region.address, there.memory, there.offset)
             for region, registration, there in zip(layout.regions, registrations, remote, strict=True)
             if region.block_bytes == block_bytes
         ]
-        flat = array("Q")
-        for here, there_block, count in merged:
-            flat.extend((here * block_bytes, there_block * block_bytes, count * block_bytes))
-        products.append(Product(spans, flat))
+        table = np.array(merged, dtype=np.uint64) * np.uint64(block_bytes)
+        products.append(Product(SpanTable(spans), table))
     return products

@@ -67,10 +67,10 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False
 
 
 class RemoteRegion(msgspec.Struct, frozen=True):
-    """Where a peer writes block 0 of one region: ``address`` as its provider wants it, and the memory key."""
+    """Where block 0 of one region is: ``offset`` bytes into the identity's ``memory``-th memory."""
 
-    address: Count
-    key: Count
+    memory: Count
+    offset: Count
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -83,6 +83,8 @@ class Identity(msgspec.Struct, frozen=True):
     """Fingerprint of everything that KV depends on besides the prompt; equal on both sides or refused."""
     provider: Name = ""
     layout: Layout | None = None
+    memories: tuple[Annotated[bytes, Meta(max_length=1 << 16)], ...] = ()
+    """Descriptions for the transport's ``attach``."""
     regions: tuple[RemoteRegion, ...] = ()
     """One for each of the layout's regions, in its order."""
     endpoint: Annotated[bytes, Meta(max_length=4096)] = b""

@@ -156,7 +156,7 @@ class Core:
     def write(
         self,
         peer: int,
-        products: Sequence[tuple[array.array[int], array.array[int]]],
+        products: Sequence[tuple[array.array[int], Any]],
         immediate: int,
         ready: tuple[int, int] | None,
     ) -> Receipt:
@@ -170,7 +170,7 @@ class Core:
             entry.spans = ffi.cast("pk_span *", ffi.from_buffer(spans))
             entry.span_count = len(spans) // 4
             entry.runs = ffi.cast("pk_run *", ffi.from_buffer(runs))
-            entry.run_count = len(runs) // 3
+            entry.run_count = len(runs)
         receipt = ffi.new("pk_receipt *")
         failure = ffi.new("pk_failure *")
         address, value = ready if ready is not None else (0, 0)

@@ -28,6 +28,7 @@ from neuron_pushkv.transport.base import (
 )
 
 _ADDRESS = struct.Struct("<4sIIHH")  # magic, address format, process, bytes of provider, bytes of address
+_DESCRIPTION = struct.Struct("<4sQQQ")  # magic, base, length, key
 logger = logging.getLogger(__name__)
 
 OVER_RXM = "tcp;ofi_rxm"
@@ -59,6 +60,7 @@ class FabricTransport(Transport):
         self._lock = Lock()
         self._closed = False
         self._addresses: dict[Peer, bytes] = {}
+        self._attached: list[tuple[int, int, int]] = []
         self._used: OrderedDict[bytes, None] = OrderedDict()
         self._try_out(host)
         if self.provider == OVER_RXM:
@@ -85,7 +87,7 @@ class FabricTransport(Transport):
         if memory.kind is not MemoryKind.HOST:
             raise RegistrationError(f"{memory.kind} memory can't be registered yet; only host memory can")
         handle, remote_base, key = self.core.register(memory.address, memory.length)
-        return Registration(handle, memory, remote_base, key)
+        return Registration(handle, memory, _DESCRIPTION.pack(_MAGIC, remote_base, memory.length, key))
 
     def deregister(self, registration: Registration) -> None:
         """Raises :class:`TransportError` while a ticket reads from it."""
@@ -146,6 +148,17 @@ class FabricTransport(Transport):
         """Raises :class:`TransportError` for an address of another provider, or none at all."""
         self.core.connect(peer, self._unwrap(address))
 
+    def attach(self, peer: Peer, description: bytes) -> int:
+        """Raises :class:`TransportError` for what can't be the description of such memory."""
+        try:
+            magic, base, length, key = _DESCRIPTION.unpack(description)
+        except struct.error:
+            magic, base, length, key = b"", 0, 0, 0
+        if magic != _MAGIC:
+            raise TransportError("that is not a description of memory from neuron_pushkv's libfabric transport")
+        self._attached.append((base, length, key))
+        return len(self._attached) - 1
+
     def fence(self, peer: Peer) -> None:
         """Fencing a peer again does nothing."""
         if self._closed:
@@ -160,7 +173,8 @@ class FabricTransport(Transport):
         for product in batch:
             spans = array.array("Q")
             for span in product.spans:
-                spans.extend((span.registration.handle, span.local, span.remote, span.key))
+                base, _, key = self._attached[span.target]
+                spans.extend((span.registration.handle, span.local, base + span.offset, key))
             products.append((spans, product.runs))
         receipt = self.core.write(peer, products, immediate, None if ready is None else (ready.address, ready.value))
         return Ticket(receipt.ticket, peer, receipt.writes, receipt.bytes)

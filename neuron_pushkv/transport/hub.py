@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from neuron_pushkv.device.base import Memory, ReadyWord
@@ -34,8 +34,8 @@ class Piece:
     """One write."""
 
     source: int
-    remote: int
     key: int
+    remote: int
     length: int
 
 
@@ -95,13 +95,15 @@ class Endpoint:
     port: Port
     address: bytes
     other: bytes | None = None
+    attached: dict[int, int] = field(default_factory=dict)
+    """Keys of the other side's memories, by what we call these."""
     tasks: deque[Task] = field(default_factory=deque)
 
 
-def expand(batch: Batch) -> Iterator[Piece]:
-    """A batch's writes."""
+def expand(batch: Batch, keys: Mapping[int, int]) -> Iterator[Piece]:
+    """A batch's writes; ``keys`` by target."""
     for product in batch:
-        runs = product.runs
+        runs = product.runs.tolist()
         for span in product.spans:
-            for i in range(0, len(runs), 3):
-                yield Piece(span.local + runs[i], span.remote + runs[i + 1], span.key, runs[i + 2])
+            for local, remote, length in runs:
+                yield Piece(span.local + local, keys[span.target], span.offset + remote, length)

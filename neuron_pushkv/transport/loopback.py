@@ -75,9 +75,10 @@ class LoopbackTransport(Transport):
             raise RegistrationError("memory of no bytes can't be registered")
         with self._network.lock:
             self._open()
-            registration = Registration(next(self._ids), memory, 0, secrets.randbits(63))
+            key = secrets.randbits(63)
+            registration = Registration(next(self._ids), memory, b"memory:%d" % key)
             self._memories[registration.handle] = registration
-            self._port.memories[registration.key] = memory
+            self._port.memories[key] = memory
             return registration
 
     def deregister(self, registration: Registration) -> None:
@@ -89,7 +90,7 @@ class LoopbackTransport(Transport):
                 raise TransportError("writes from that memory are under way")
             if self._memories.pop(registration.handle, None) is None:
                 raise TransportError("that memory is not registered")
-            del self._port.memories[registration.key]
+            del self._port.memories[_key(registration.description)]
 
     def open_peer(self) -> Peer:
         """An endpoint with a name of its own."""
@@ -119,6 +120,15 @@ class LoopbackTransport(Transport):
             for port in {self._port, target.port if target else self._port}:
                 port.work.notify_all()
 
+    def attach(self, peer: Peer, description: bytes) -> int:
+        """Raises :class:`TransportError` for what can't be the description of such memory."""
+        key = _key(description)
+        with self._network.lock:
+            endpoint = self._peer(peer)
+            target = next(self._ids)
+            endpoint.attached[target] = key
+            return target
+
     def fence(self, peer: Peer) -> None:
         """Fencing a peer again does nothing. No copy is under way while the network's lock is held."""
         with self._network.lock:
@@ -135,9 +145,9 @@ class LoopbackTransport(Transport):
             endpoint = self._peer(peer)
             if endpoint.other is None:
                 raise TransportError("that peer is not connected yet")
-            self._check(batch)
+            self._check(batch, endpoint)
             writes = sum(product.writes for product in batch)
-            pieces = expand(batch)
+            pieces = expand(batch, endpoint.attached)
             if self._network.random is not None:
                 shuffled = list(pieces)
                 self._network.random.shuffle(shuffled)
@@ -150,21 +160,23 @@ class LoopbackTransport(Transport):
             self._port.work.notify_all()
             return Ticket(task.id, peer, writes, sum(product.bytes for product in batch))
 
-    def _check(self, batch: Batch) -> None:
+    def _check(self, batch: Batch, endpoint: Endpoint) -> None:
         for product in batch:
             if not product.writes:
                 raise TransportError("a product without spans or runs")
-            if 0 in product.runs[2::3]:
+            if not product.runs[:, 2].all():
                 raise TransportError("a run of no bytes")
-            end = max(map(sum, zip(product.runs[::3], product.runs[2::3], strict=True)))
-            remote_end = max(map(sum, zip(product.runs[1::3], product.runs[2::3], strict=True)))
+            end = max(local + length for local, _, length in product.runs.tolist())
+            remote_end = max(remote + length for _, remote, length in product.runs.tolist())
             for span in product.spans:
                 if span.registration.handle not in self._memories:
                     raise TransportError("a span names memory that is not registered")
+                if span.target not in endpoint.attached:
+                    raise TransportError("a span names memory of the peer that is not attached")
                 memory = span.registration.memory
                 if span.local < memory.address or span.local + end > memory.address + memory.length:
                     raise TransportError("a run leaves the registered memory of its span")
-                if span.remote + remote_end >= 1 << 64:
+                if span.offset + remote_end >= 1 << 64:
                     raise TransportError("a remote address beyond 64 bits")
 
     def _deliver_all(self) -> None:
@@ -302,3 +314,9 @@ class LoopbackTransport(Transport):
         if peer not in self._peers:
             raise TransportError("that peer was never opened, or is fenced")
         return self._peers[peer]
+
+
+def _key(description: bytes) -> int:
+    if not description.startswith(b"memory:") or not description[7:].isdigit():
+        raise TransportError("that is not a description of memory on a loopback network")
+    return int(description[7:])
