@@ -68,8 +68,8 @@ class Offer:
 class Ready:
     """Once this step is ready, ``blocks`` hold the first ``tokens`` tokens of an offered prompt.
 
-    A group's blocks begin with the one of token 0; a sliding window group's are named only when the prompt is complete,
-    begin with the one of its layout's ``first_token(0, tokens)``, and are empty before.
+    A group's blocks begin with the one of token 0. A sliding window group's are named only when the prompt is complete
+    (empty before), with -1 for those that vLLM has let go of.
     """
 
     request: str
