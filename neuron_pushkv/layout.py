@@ -19,8 +19,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Count = Annotated[int, Meta(ge=0, lt=1 << 63)]
-Size = Annotated[int, Meta(ge=1, lt=1 << 63)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Size = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Text = Annotated[str, Meta(max_length=512)]
 Part = Literal["k", "v", "kv", "latent"]
 
