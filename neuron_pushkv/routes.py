@@ -1,8 +1,8 @@
-"""How a worker finds its peers: the other engine's directory is asked once, then each rank that holds a share is called.
+"""How a worker finds its peers: another engine's directory is asked once, then each rank that holds a share is called.
 
-Connections are kept and shared by all requests; a request waits until all of its engine's that it needs are there. When
-one ends, the directory is asked anew: the engine may have come back with other addresses. An engine that is just
-starting answers before its workers are there, so it is asked again for a while.
+Connections are kept and shared by all requests; a request waits until all that it needs are there. When one ends, the
+directory is asked anew: the engine may have come back with other addresses. An engine that is just starting answers
+before its workers are there, so it is asked again for a while.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False
     """Base of all messages. Unknown fields are skipped, so a minor version may add some."""
 
 
-class RemoteRegion(msgspec.Struct, frozen=True):
+class RemoteRegion(msgspec.Struct, frozen=True, array_like=True):
     """Where block 0 of one region is: ``offset`` bytes into the identity's ``memory``-th memory."""
 
     memory: Count

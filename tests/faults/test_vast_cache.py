@@ -37,8 +37,8 @@ class Vast:
         self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         regions = tuple(
-            Region(f"model.layers.{number}", "kv", 0, base + number * blocks * BLOCK_BYTES, BLOCK_BYTES, 0, 0, BLOCK_BYTES)
-            for number in range(REGIONS)
+            Region(f"model.layers.{number}", "kv", 0, base + place, BLOCK_BYTES, 0, 0, BLOCK_BYTES)
+            for number, place in enumerate(range(0, REGIONS * blocks * BLOCK_BYTES, blocks * BLOCK_BYTES))
         )
         self.settings = ConnectorSettings(port=free_port())
         incarnation = secrets.randbits(64)
