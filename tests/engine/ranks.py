@@ -14,7 +14,7 @@ from neuron_pushkv.orders import Finish, Intent, Offer, Ready, Receive, Release,
 from neuron_pushkv.transport.base import Transport
 from neuron_pushkv.wire import Rank
 from tests.engine.sides import DEADLINE, MODEL, content, until
-from tests.layouts import Cache
+from tests.layouts import Cache, cache
 
 BLANK = 0xEE
 
@@ -69,9 +69,7 @@ class Engine:
     def groups(self) -> tuple[Group, ...]:
         return next(iter(self.caches.values())).layout.groups
 
-    def step(
-        self, orders: StepOrders | None = None, ready: tuple[Ready, ...] = (), layers: Sequence[str] = ()
-    ) -> None:
+    def step(self, orders: StepOrders | None = None, ready: tuple[Ready, ...] = (), layers: Sequence[str] = ()) -> None:
         """One step of all ranks. ``layers``: those whose hook vLLM calls before the step is over."""
         for rank, engine in self.ranks.items():
             engine.begin_step(orders or StepOrders())
@@ -183,3 +181,14 @@ def pattern(prompt: int, layer: str, part: str, token: int, head: int, length: i
     """A row's canary."""
     text = f"{prompt}/{layer}/{part}/{token}/{head};".encode()
     return (text * (1 + length // len(text)))[:length]
+
+
+def ranks(tp: int, **shape: object) -> dict[Rank, Cache]:
+    """The caches of an engine with that tensor parallel size."""
+    return {Rank(tp=rank): cache(tp=(rank, tp), **shape) for rank in range(tp)}  # type: ignore[arg-type]
+
+
+def table(tokens: int, block_size: int, first: int = 0, step: int = 1) -> list[int]:
+    """Blocks for that many tokens, in descending order as vLLM hands them out."""
+    count = -(-tokens // block_size)
+    return [first + step * (count - 1 - index) for index in range(count)]

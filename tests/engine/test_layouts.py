@@ -2,60 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
-from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.errors import Reason
-from neuron_pushkv.transport.base import Transport
 from neuron_pushkv.transport.fates import Fail
 from neuron_pushkv.transport.faults import FaultyTransport
 from neuron_pushkv.transport.loopback import LoopbackNetwork
 from neuron_pushkv.wire import Rank
-from tests.engine.conftest import free_port
-from tests.engine.ranks import Engine
+from tests.engine.conftest import NewEngine
+from tests.engine.ranks import Engine, ranks, table
 from tests.engine.sides import until
 from tests.layouts import Cache, cache, grouped
 
-NewEngine = Callable[..., Engine]
 TOKENS = 75
-
-
-@pytest.fixture
-def network() -> LoopbackNetwork:
-    """Whose writes land in any order."""
-    return LoopbackNetwork(unordered=True, seed=1)
-
-
-@pytest.fixture
-def new_engine(network: LoopbackNetwork) -> Iterator[NewEngine]:
-    made: list[Engine] = []
-
-    def make(
-        name: str,
-        caches: dict[Rank, Cache],
-        transport: Callable[[], Transport] = network.transport,
-        **changes: object,
-    ) -> Engine:
-        settings = ConnectorSettings.model_validate({"port": free_port(), **changes})
-        made.append(Engine(name, caches, transport, settings))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
-
-
-def ranks(tp: int, **shape: object) -> dict[Rank, Cache]:
-    """The caches of an engine with that tensor parallel size."""
-    return {Rank(tp=rank): cache(tp=(rank, tp), **shape) for rank in range(tp)}  # type: ignore[arg-type]
-
-
-def table(tokens: int, block_size: int, first: int = 0, step: int = 1) -> list[int]:
-    """Blocks for that many tokens, in descending order as vLLM hands them out."""
-    count = -(-tokens // block_size)
-    return [first + step * (count - 1 - index) for index in range(count)]
 
 
 def push(sender: Engine, receiver: Engine, source: Sequence[int], target: Sequence[int], tokens: int = TOKENS) -> None:
