@@ -53,8 +53,8 @@ class Engine:
         self.reports: dict[str, dict[Rank, bool]] = {}
         self.freed: list[str] = []
         self.writes = 0
-        for cache in caches.values():
-            cache.bytes[:] = bytes([BLANK]) * len(cache.bytes)
+        for held in caches.values():
+            held.bytes[:] = bytes([BLANK]) * len(held.bytes)
 
     def close(self) -> None:
         for engine in self.ranks.values():
@@ -164,14 +164,14 @@ class Engine:
     def _rows(
         self, tokens: Iterable[int]
     ) -> Iterable[tuple[str, str, int, int, int, Callable[[int, int], memoryview]]]:
-        for cache in self.caches.values():
-            for region in cache.layout.regions:
+        for held in self.caches.values():
+            for region in held.layout.regions:
                 for head in range(region.first_head, region.end_head):
 
                     def row(
-                        block: int, token: int, region: object = region, head: int = head, cache: Cache = cache
+                        block: int, token: int, region: object = region, head: int = head, held: Cache = held
                     ) -> memoryview:
-                        return cache.row(region.layer, region.part, block, token, head)  # type: ignore[attr-defined]
+                        return held.row(region.layer, region.part, block, token, head)  # type: ignore[attr-defined]
 
                     for token in tokens:
                         yield region.layer, region.part, region.group, token, head, row

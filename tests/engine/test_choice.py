@@ -1,4 +1,4 @@
-"""A receiver may be chosen before, during or after prefill; what is kept for it, how long, and who may take its place."""
+"""A receiver may be chosen before, during or after prefill: what is kept for it, how long, and who may replace it."""
 
 from __future__ import annotations
 
