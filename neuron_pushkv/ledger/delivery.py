@@ -16,7 +16,7 @@ from neuron_pushkv.ledger.effects import CancelTicket, Effect, Key, Send, Sent
 from neuron_pushkv.ledger.registration import Receiver
 from neuron_pushkv.ledger.sources import Source
 from neuron_pushkv.ledger.tracks import Track
-from neuron_pushkv.wire import Cancelled, Commit, Fail, Intent, Register
+from neuron_pushkv.wire import Cancelled, Commit, Fail, Intent, Progress, Register
 
 
 class State(Enum):
@@ -72,6 +72,23 @@ class Delivery:
     reason: Reason = Reason.WRITE_FAILED
     detail: str = ""
     moments: dict[str, float] = field(default_factory=dict)
+
+    def attach(self, source: Source, now: float, deadline: float) -> None:
+        """It has found its source; an intent only keeps it."""
+        self.source = source
+        source.active.add(self.key)
+        if self.state is State.PENDING:
+            self.state, self.deadline = State.PUSHING, deadline
+            self.reached("matched", now)
+            source.deliveries += 1
+
+    def news(self, steps: int) -> list[Effect]:
+        """What its receiver does not know yet, if it waits for anything: how far the engine has got."""
+        news = (self.source.state if self.source else "unknown", steps - self.steps)
+        if news == self.said or self.state is State.INTENDED:
+            return []
+        self.said = news
+        return [Send(self.key[0], Progress(self.key[1], self.key[2], *news))]
 
     def reached(self, moment: str, now: float) -> None:
         """Note when something happened last."""

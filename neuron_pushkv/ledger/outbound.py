@@ -18,7 +18,7 @@ from neuron_pushkv.ledger.registration import BadRegistration, Receiver, checked
 from neuron_pushkv.ledger.sources import Source, Sources, ends
 from neuron_pushkv.ledger.tracks import tracks
 from neuron_pushkv.orders import Finish, Offer, Ready
-from neuron_pushkv.wire import Accepted, Cancel, Cancelled, Done, Intent, Progress, Register, Rejected
+from neuron_pushkv.wire import Accepted, Cancel, Cancelled, Done, Intent, Register, Rejected
 
 PROGRESS_SECONDS = 5.0
 """How often a waiting receiver hears how far the sender's engine has got."""
@@ -65,8 +65,8 @@ class Outbound:
         for delivery in self._deliveries.waiting((order.transfer, *ends(order.content))):
             if self._sources.match(delivery.wish) is source:
                 self._deliveries.found(delivery)
-                self._attach(delivery, source, now)
-                effects += self._say(delivery)
+                delivery.attach(source, now, now + PROGRESS_SECONDS)
+                effects += delivery.news(self._steps)
         return effects
 
     def advance_layer(self, order: Ready, layer: str, now: float) -> list[Effect]:
@@ -145,26 +145,15 @@ class Outbound:
     def register(self, connection: int, message: Register, receiver: Receiver, now: float) -> list[Effect]:
         """A receiver has blocks for a prompt. It is answered at once, whatever the answer."""
         key = (connection, message.slot, message.epoch)
-        known = self._deliveries.get(key)
-        if known is not None:
-            if known.state is not State.INTENDED:
-                return [Count("duplicate_register")]
-            self._drop_intent(known)
+        if not self._takes_over(key):
+            return [Count("duplicate_register")]
         try:
             receiver = checked(message, receiver)
             if self._deliveries.full(connection):
                 text = f"{MAX_DELIVERIES} registrations of this peer are waiting here"
                 raise BadRegistration(Reason.TABLE_FULL, text)
-            delivery = Delivery(
-                key,
-                message,
-                now,
-                now + self._settings.unknown_source_seconds,
-                self._steps,
-                State.PENDING,
-                receiver,
-                tracks(message, receiver),
-            )
+            deadline, todo = now + self._settings.unknown_source_seconds, tracks(message, receiver)
+            delivery = Delivery(key, message, now, deadline, self._steps, State.PENDING, receiver, todo)
             source = self._admit(delivery, now)
         except BadRegistration as bad:
             return [Send(connection, Rejected(message.slot, message.epoch, bad.reason, str(bad)))]
@@ -175,11 +164,8 @@ class Outbound:
 
     def refuse(self, connection: int, message: Register, reason: Reason, detail: str) -> list[Effect]:
         """A registration that can't be looked at: what it intended is over."""
-        known = self._deliveries.get((connection, message.slot, message.epoch))
-        if known is not None:
-            if known.state is not State.INTENDED:
-                return [Count("duplicate_register")]
-            self._drop_intent(known)
+        if not self._takes_over((connection, message.slot, message.epoch)):
+            return [Count("duplicate_register")]
         return [Send(connection, Rejected(message.slot, message.epoch, reason, detail))]
 
     def cancel(self, connection: int, message: Cancel, now: float) -> list[Effect]:
@@ -295,7 +281,7 @@ class Outbound:
             text = f"writes have not ended for {now - delivery.posted_at:.1f} s"
             return [Drop(delivery.key[0], Reason.TIMEOUT, text)]
         delivery.deadline = min(now + PROGRESS_SECONDS, stalled)
-        return self._say(delivery) if delivery.state is State.PUSHING else []
+        return delivery.news(self._steps) if delivery.state is State.PUSHING else []
 
     def _unmatched(self, delivery: Delivery, now: float) -> list[Effect]:
         if self._in_step and self._steps - delivery.steps < 2:
@@ -318,19 +304,9 @@ class Outbound:
             if not self._sources.can_still_match(wish.transfer):
                 raise BadRegistration(Reason.CONTENT_MISMATCH, "the prompts of sender and receiver differ")
         if source is not None:
-            self._attach(delivery, source, now)
+            delivery.attach(source, now, now + PROGRESS_SECONDS)
         self._deliveries.add(delivery)
         return source
-
-    def _attach(self, delivery: Delivery, source: Source, now: float) -> None:
-        """The delivery has found its source."""
-        delivery.source = source
-        source.active.add(delivery.key)
-        if delivery.state is State.PENDING:
-            delivery.state = State.PUSHING
-            delivery.deadline = now + PROGRESS_SECONDS
-            delivery.reached("matched", now)
-            source.deliveries += 1
 
     def _pushing(self, source: Source) -> list[Delivery]:
         return [
@@ -345,13 +321,6 @@ class Outbound:
             return []
         effects = self._pushes.all_ready(delivery, source, now)
         return self._quiet(delivery, now) if effects is None else effects
-
-    def _say(self, delivery: Delivery) -> list[Effect]:
-        news = (delivery.source.state if delivery.source else "unknown", self._steps - delivery.steps)
-        if news == delivery.said or delivery.state is State.INTENDED:
-            return []
-        delivery.said = news
-        return [Send(delivery.key[0], Progress(delivery.key[1], delivery.key[2], *news))]
 
     def _quiet(self, delivery: Delivery, now: float) -> list[Effect]:
         """Something has ended: if nothing is open any more, the delivery goes on to its next state, or ends."""
@@ -383,6 +352,14 @@ class Outbound:
                 effects += self._quiet(delivery, now)
         self._sources.remove(source)
         return effects
+
+    def _takes_over(self, key: Key) -> bool:
+        """Whether a registration may have that name: nobody had it, or what was meant to become one."""
+        known = self._deliveries.get(key)
+        if known is not None and known.state is State.INTENDED:
+            self._drop_intent(known)
+            return True
+        return known is None
 
     def _drop_intent(self, delivery: Delivery) -> None:
         """It has become a registration, or there is nothing to be had any more, which a registration will hear."""
