@@ -90,6 +90,10 @@ class ConnectorSettings(Security):
     """libfabric provider. Start-up fails if the one that is found is another."""
     libfabric: Path | None = None
     """Path of libfabric.so.1; by default EFA's own, the loader's, the ``mpich`` wheel's (that first unless for EFA)."""
+    transport: Literal["auto", "fabric", "nixl"] = "auto"
+    """What moves KV: libfabric or NIXL. ``auto`` is NIXL for GPUs with provider ``shm``, and libfabric otherwise."""
+    nixl_backend: Annotated[str, Field(pattern=r"^\w{1,32}$")] = "UCX"
+    """NIXL's plugin, where NIXL is used: ``UCX``, ``LIBFABRIC``, ... The same on both sides."""
 
     push_granularity: Literal["step", "request"] = "step"
     """When KV moves: with each prefill step what it has filled, or all of it when prefill ends."""

@@ -27,7 +27,7 @@ from neuron_pushkv.device import accelerator_for
 from neuron_pushkv.directory import Directory
 from neuron_pushkv.engine import PushEngine
 from neuron_pushkv.errors import ConfigError
-from neuron_pushkv.transport.fabric import FabricTransport
+from neuron_pushkv.transport.choosing import open_transport
 from neuron_pushkv.wire import Rank
 
 _WHERE = "kv_connector_extra_config"
@@ -89,7 +89,7 @@ class PushKVConnector(KVConnectorBase_V1):
         kernel = caches.kernel_name(kv_caches, self._vllm_config.compilation_config.static_forward_context)
         accelerator = accelerator_for(next(iter(kv_caches.values())).device.type)
         settings = self._settings
-        transport = FabricTransport(provider=settings.provider, library=settings.libfabric, host=settings.host)
+        transport = open_transport(settings, accelerator)
         engine = PushEngine(
             settings=settings,
             engine_id=self._kv_transfer_config.engine_id,
