@@ -1,4 +1,4 @@
-/* Reading the completion queue, and fencing a peer. */
+/* Reading the completion queues, and fencing a peer. */
 
 #include "core.h"
 
@@ -6,8 +6,6 @@
 #include <string.h>
 
 #define ENTRIES 64
-#define CLOSE_TRIES 1000
-#define ROUNDS_BEFORE_CLOSE 8
 
 static void count_error(pk_core *core)
 {
@@ -36,13 +34,13 @@ static void finish(pk_core *core, pk_op *op, bool good, const char *text)
     pk_ticket_settle(core, ticket);
 }
 
-static bool read_error(pk_core *core)
+static bool read_error(pk_core *core, const pk_rail *rail)
 {
     union {
         struct fi_cq_err_entry entry;
         unsigned char room[PK_ROOM];
     } error = {.room = {0}};
-    struct fid_cq *cq = core->rail.cq;
+    struct fid_cq *cq = rail->cq;
     char provider_text[96] = "";
     char text[192];
 
@@ -53,8 +51,8 @@ static bool read_error(pk_core *core)
     if (is_arrival(error.entry.flags) || !pk_op_known(core, op))
         return true; /* somebody's write into our memory went wrong; its sender learns of it */
     /* rxm asks the queue's first endpoint for its text, also when there is none left (libfabric 1.17) */
-    const char *said = core->rail.over_rxm ? NULL : cq->ops->strerror(cq, error.entry.prov_errno, error.entry.err_data,
-                                                                      provider_text, sizeof provider_text);
+    const char *said = rail->over_rxm ? NULL : cq->ops->strerror(cq, error.entry.prov_errno, error.entry.err_data,
+                                                                provider_text, sizeof provider_text);
     snprintf(text, sizeof text, "the write failed: %s (%d; provider: %d%s%.80s)",
              core->library.strerror(error.entry.err), error.entry.err, error.entry.prov_errno, said ? " " : "",
              said ? said : "");
@@ -91,19 +89,18 @@ static void account(pk_core *core, const struct fi_cq_data_entry *entries, ssize
         finish(core, done[i], true, NULL);
 }
 
-uint64_t pk_complete(pk_core *core, int batches)
+static uint64_t complete_rail(pk_core *core, const pk_rail *rail, int batches)
 {
     struct fi_cq_data_entry entries[ENTRIES];
-    struct fid_cq *cq = core->rail.cq;
     uint64_t total = 0;
 
     for (int i = 0; batches < 0 || i < batches; i++) {
-        ssize_t count = cq->ops->read(cq, entries, ENTRIES);
+        ssize_t count = rail->cq->ops->read(rail->cq, entries, ENTRIES);
         if (count > 0) {
             account(core, entries, count);
             total += (uint64_t)count;
         } else if (count == -FI_EAVAIL) {
-            if (!read_error(core))
+            if (!read_error(core, rail))
                 break;
             total++;
         } else {
@@ -115,24 +112,21 @@ uint64_t pk_complete(pk_core *core, int batches)
     return total;
 }
 
+uint64_t pk_complete(pk_core *core, int batches)
+{
+    uint64_t total = 0;
+
+    for (uint32_t i = 0; i < core->rail_count; i++)
+        total += complete_rail(core, &core->rails[i], batches);
+    return total;
+}
+
 int pk_fence_now(pk_core *core, pk_peer *peer, pk_failure *failure)
 {
-    int error = -FI_EAGAIN;
+    int code = pk_endpoints_close(core, peer, failure);
 
-    /* tcp (seen with libfabric 2.5) reads freed memory where an endpoint is closed with its peer's connection request
-     * still to be looked at: have it look first. */
-    for (int i = 0; i < ROUNDS_BEFORE_CLOSE; i++)
-        pk_complete(core, 1);
-    for (int i = 0; error && i < CLOSE_TRIES; i++) {
-        error = peer->ep->fid.ops->close(&peer->ep->fid);
-        if (error)
-            pk_complete(core, 1);
-    }
-    if (error)
-        return pk_fail(&core->library, failure, PK_FABRIC, "fi_close of an endpoint", error);
-    peer->ep = NULL;
-    /* An endpoint that is closed makes no more completions: what isn't in the queue now never will be. */
-    pk_complete(core, -1);
+    if (code)
+        return code;
     while (peer->ops) {
         pk_op *op = peer->ops;
         op->ticket->in_doubt++;
@@ -144,6 +138,5 @@ int pk_fence_now(pk_core *core, pk_peer *peer, pk_failure *failure)
         pk_ticket_stop(core, peer->draining, "the peer was fenced");
         pk_ticket_settle(core, peer->draining);
     }
-    pk_close_av(peer);
     return PK_OK;
 }

@@ -29,8 +29,8 @@
 #define PK_SLOTS (1u << 20)
 #define PK_EPOCHS (1u << 12)
 #define PK_EPOCH_BITS 12
-#define PK_ADDRESS_ROOM 512
-#define PK_COMPLETIONS 8192 /* room in the completion queue */
+#define PK_COMPLETIONS 8192 /* room in a completion queue */
+#define PK_MOST_PARTS 1024  /* of one memory */
 
 typedef struct pk_peer pk_peer;
 typedef struct pk_ticket pk_ticket;
@@ -51,7 +51,13 @@ typedef struct {
 } pk_library;
 
 int pk_library_open(pk_library *library, const pk_options *options, pk_failure *failure);
-int pk_library_offer(const pk_library *library, const pk_options *options, struct fi_info **info, pk_failure *failure);
+/* One info for each rail; infos has room for PK_MOST_RAILS. */
+int pk_library_offer(const pk_library *library, const pk_options *options, struct fi_info **infos, uint32_t *count,
+                     pk_failure *failure);
+/* The network card's name, as the provider has it. */
+const char *pk_nic(const struct fi_info *info);
+/* Append a name, after a comma if it isn't the first; false when there is no room for it. */
+bool pk_append_name(char *text, size_t room, size_t *used, const char *name);
 /* Store code and text; returns code. error is a negative libfabric code, or 0 for none. */
 int pk_fail(const pk_library *library, pk_failure *failure, int code, const char *what, long error);
 
@@ -82,56 +88,99 @@ typedef struct {
     uint32_t depth;
 } pk_rail;
 
+/* Memory may be registered in parts of 1 << shift bytes, the last one shorter. */
+typedef struct {
+    struct fid_mr *mr;
+    void *desc;
+    uint64_t key;
+} pk_part;
+
 typedef struct {
     uint64_t address;
     uint64_t length;
-    uint64_t remote_base;
-    uint64_t key;
-    void *desc;
-    struct fid_mr *mr;
-    uint64_t users;  /* [lock] spans of tickets under way */
-    bool leaving;    /* [lock] takes no new ones */
+    int interface;
+    unsigned shift;
+    uint64_t count; /* of parts */
+    pk_part *parts; /* rail by rail */
+    uint64_t users; /* [lock] spans of tickets under way */
+    bool leaving;   /* [lock] takes no new ones */
 } pk_memory;
+
+/* A peer's memory. Never changes; lives until its peer is fenced. */
+typedef struct pk_target {
+    uint64_t id;
+    const pk_peer *peer;
+    struct pk_target *next; /* of the same peer */
+    uint64_t length;
+    uint64_t base;     /* remote address of its first byte */
+    bool virtual_base; /* or else each part is addressed from 0 */
+    unsigned shift;
+    uint64_t count;
+    uint32_t rails;
+    uint64_t keys[]; /* rail by rail */
+} pk_target;
 
 /* One write under way. The first 64 bytes are the provider's until its completion has come. */
 typedef struct pk_op {
     _Alignas(64) unsigned char context[64];
     pk_ticket *ticket;  /* NULL: not under way */
     uint64_t length;
+    uint32_t rail;
     bool completed;
     struct pk_op *next;
     struct pk_op *previous;
 } pk_op;
 
-struct pk_peer {
-    uint64_t id;
-    bool fencing;     /* [lock] */
-    bool connecting;  /* [lock] */
-    bool connected;   /* [lock] */
-    /* All below: [progress] */
+/* Ours for one peer on one rail. */
+typedef struct {
     struct fid_ep *ep;
     struct fid_av *av;
     fi_addr_t destination;
     uint32_t outstanding;
+    int64_t retry_at; /* nanoseconds; the provider put us off until then */
+    int64_t retry_delay;
+} pk_endpoint;
+
+struct pk_peer {
+    uint64_t id;
+    bool fencing;       /* [lock] */
+    bool connecting;    /* [lock] */
+    bool connected;     /* [lock] */
+    uint32_t rails;     /* that both sides have; stays as it is once the peer is connected */
+    pk_target *targets; /* [lock] */
+    /* All below: [progress] */
+    uint32_t turn; /* the rail to look at first */
     pk_op *ops;
     pk_ticket *first;  /* with writes left to post */
     pk_ticket *last;
     pk_ticket *draining;  /* all that will be posted is posted */
-    int64_t retry_at;     /* nanoseconds; the provider put us off until then */
-    int64_t retry_delay;
-    pk_peer *next;  /* all peers */
+    pk_peer *next;        /* all peers */
     pk_peer *previous;
+    pk_endpoint endpoints[]; /* one per rail */
 };
 
-int pk_rail_open(pk_rail *rail, const pk_library *library, const pk_options *options, pk_failure *failure);
+int pk_rail_open(pk_rail *rail, const pk_library *library, const pk_options *options, struct fi_info *info,
+                 pk_failure *failure);
 void pk_rail_close(pk_rail *rail, const pk_library *library);
-int pk_rail_register(pk_rail *rail, const pk_library *library, pk_memory *memory, int interface, uint64_t wanted_key,
-                     pk_failure *failure);
-int pk_rail_open_endpoint(pk_rail *rail, const pk_library *library, pk_peer *peer, uint8_t *address, uint64_t *size,
-                          pk_failure *failure);
-int pk_rail_connect(const pk_library *library, pk_peer *peer, const uint8_t *address, pk_failure *failure);
-/* Closing an address table also forgets the addresses in it. */
-void pk_close_av(pk_peer *peer);
+
+/* ---- endpoint.c: a peer's endpoints ---- */
+
+int pk_endpoints_open(pk_core *core, pk_peer *peer, pk_contact *contacts, pk_failure *failure);
+int pk_endpoints_connect(pk_core *core, pk_peer *peer, const pk_contact *contacts, pk_failure *failure);
+/* May be called again after a failure. */
+int pk_endpoints_close(pk_core *core, pk_peer *peer, pk_failure *failure);
+
+/* ---- memory.c ---- */
+
+int pk_memory_register(pk_core *core, pk_memory *memory, pk_failure *failure);
+int pk_memory_close(pk_core *core, pk_memory *memory, pk_failure *failure);
+void pk_memory_free(pk_memory *memory);
+uint64_t pk_description_size(const pk_core *core, const pk_memory *memory);
+/* Needs the lock. */
+void pk_targets_free(pk_core *core, pk_peer *peer);
+
+/* Needs the lock. NULL, with the failure told, unless the peer may be used. */
+pk_peer *pk_usable_peer(pk_core *core, uint64_t id, pk_failure *failure);
 
 /* ---- requests ---- */
 
@@ -154,22 +203,18 @@ typedef struct pk_request {
     pk_peer *peer;
     pk_memory *memory;
     uint64_t id;  /* of the peer, the memory or the ticket */
-    int interface;
-    uint64_t wanted_key;
-    uint64_t key;
-    uint64_t remote_base;
-    uint8_t *address;
-    uint64_t size;
+    pk_contact *contacts;             /* to store */
+    const pk_contact *their_contacts; /* as many as both sides have rails */
+    uint64_t size;                    /* of a description */
 } pk_request;
 
 /* ---- ticket.c ---- */
 
 typedef struct {
-    uint64_t local;
-    uint64_t remote;
-    uint64_t key;
-    void *desc;
-    pk_memory *memory;
+    pk_memory *memory; /* NULL: not counted as a user of it */
+    const pk_target *target;
+    uint64_t local;  /* offset in memory */
+    uint64_t remote; /* offset in target */
 } pk_mapped_span;
 
 typedef struct {
@@ -188,6 +233,7 @@ struct pk_ticket {
     uint32_t immediate;
     uint32_t ready_value;
     const uint32_t *ready;  /* NULL: post at once */
+    uint64_t limit;         /* bytes of a write */
     uint64_t writes;
     uint64_t bytes;
     uint64_t posted;
@@ -207,12 +253,13 @@ struct pk_ticket {
     char detail[192];
 };
 
+/* The next write of a ticket. It can go over any rail. */
 typedef struct {
-    const void *source;
-    void *desc;
-    uint64_t length;
+    const pk_memory *memory;
+    const pk_target *target;
+    uint64_t local; /* offset in memory */
     uint64_t remote;
-    uint64_t key;
+    uint64_t length;
 } pk_piece;
 
 /* ---- the core ---- */
@@ -227,7 +274,10 @@ typedef struct {
 struct pk_core {
     pk_library library;
     pk_facts facts;
-    pk_rail rail;  /* one for now; several lie here as an array, with one endpoint each per peer */
+    pk_rail rails[PK_MOST_RAILS];
+    uint32_t rail_count;
+    uint64_t stripe;
+    uint64_t most_registered;
     pthread_t thread;
     int wake_fd;  /* eventfd */
 
@@ -243,6 +293,7 @@ struct pk_core {
     bool closed;
     pk_table peers;
     pk_table memories;
+    pk_table targets;
     uint64_t next_ticket;
     pk_slot *slots;
     uint32_t expected;
@@ -256,7 +307,7 @@ struct pk_core {
 
     /* [progress] */
     pk_peer *first_peer;
-    uint32_t depth; /* writes under way per peer: its share of the completion queue, within the rail's depth */
+    uint32_t depth; /* writes under way per endpoint: its share of the completion queue, within the rails' depth */
     pk_op *free_ops;
     struct pk_op_chunk *chunks;
     uint64_t unposted;     /* tickets with writes left to post */
@@ -268,11 +319,11 @@ struct pk_core {
 };
 
 /* ticket.c; pk_ticket_map and pk_ticket_free need the lock */
-pk_ticket *pk_ticket_new(const pk_core *core, const pk_product *products, uint64_t count, pk_failure *failure);
+pk_ticket *pk_ticket_new(const pk_product *products, uint64_t count, pk_failure *failure);
 int pk_ticket_map(pk_core *core, pk_ticket *ticket, const pk_product *products, pk_failure *failure);
 void pk_ticket_free(pk_ticket *ticket);
 bool pk_ticket_ready(const pk_ticket *ticket);
-pk_piece pk_ticket_piece(const pk_ticket *ticket, uint64_t max_message);
+pk_piece pk_ticket_piece(const pk_ticket *ticket);
 void pk_ticket_advance(pk_ticket *ticket, uint64_t length);
 /* Put it among its peer's tickets, take it out. */
 void pk_ticket_start(pk_core *core, pk_ticket *ticket);
@@ -284,7 +335,9 @@ void pk_ticket_rotate(pk_ticket *ticket);
 
 /* post.c */
 uint64_t pk_post(pk_core *core);
-pk_op *pk_op_take(pk_core *core, pk_ticket *ticket, uint64_t length);
+
+/* op.c */
+pk_op *pk_op_take(pk_core *core, pk_ticket *ticket, uint32_t rail, uint64_t length);
 void pk_op_release(pk_core *core, pk_op *op);
 bool pk_op_known(const pk_core *core, const pk_op *op);
 void pk_ops_free(pk_core *core);

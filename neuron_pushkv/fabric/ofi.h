@@ -40,7 +40,7 @@ enum { FI_CQ_FORMAT_DATA = 3 };
 enum { FI_WAIT_NONE = 0, FI_WAIT_FD = 3 };
 enum { FI_THREAD_DOMAIN = 3 };
 enum { FI_GETWAIT = 5, FI_ENABLE = 6 };
-enum { FI_EAGAIN = 11, FI_ENODATA = 61, FI_EAVAIL = 259 };
+enum { FI_EAGAIN = 11, FI_ENOMEM = 12, FI_EINVAL = 22, FI_ENODATA = 61, FI_EAVAIL = 259 };
 
 typedef uint64_t fi_addr_t;
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
+import re
 import secrets
 import threading
 import time
@@ -76,7 +77,7 @@ class LoopbackTransport(Transport):
         with self._network.lock:
             self._open()
             key = secrets.randbits(63)
-            registration = Registration(next(self._ids), memory, b"memory:%d" % key)
+            registration = Registration(next(self._ids), memory, b"memory:%d:%d" % (memory.length, key))
             self._memories[registration.handle] = registration
             self._port.memories[key] = memory
             return registration
@@ -90,7 +91,7 @@ class LoopbackTransport(Transport):
                 raise TransportError("writes from that memory are under way")
             if self._memories.pop(registration.handle, None) is None:
                 raise TransportError("that memory is not registered")
-            del self._port.memories[_key(registration.description)]
+            del self._port.memories[_read(registration.description)[1]]
 
     def open_peer(self) -> Peer:
         """An endpoint with a name of its own."""
@@ -122,11 +123,11 @@ class LoopbackTransport(Transport):
 
     def attach(self, peer: Peer, description: bytes) -> int:
         """Raises :class:`TransportError` for what can't be the description of such memory."""
-        key = _key(description)
+        length, key = _read(description)
         with self._network.lock:
             endpoint = self._peer(peer)
             target = next(self._ids)
-            endpoint.attached[target] = key
+            endpoint.attached[target] = (length, key)
             return target
 
     def fence(self, peer: Peer) -> None:
@@ -176,8 +177,8 @@ class LoopbackTransport(Transport):
                 memory = span.registration.memory
                 if span.local < memory.address or span.local + end > memory.address + memory.length:
                     raise TransportError("a run leaves the registered memory of its span")
-                if span.offset + remote_end >= 1 << 64:
-                    raise TransportError("a remote address beyond 64 bits")
+                if span.offset + remote_end > endpoint.attached[span.target][0]:
+                    raise TransportError("a run leaves the peer's memory that its span names")
 
     def _deliver_all(self) -> None:
         while True:
@@ -316,7 +317,9 @@ class LoopbackTransport(Transport):
         return self._peers[peer]
 
 
-def _key(description: bytes) -> int:
-    if not description.startswith(b"memory:") or not description[7:].isdigit():
+def _read(description: bytes) -> tuple[int, int]:
+    """Length and key."""
+    found = re.fullmatch(rb"memory:(\d+):(\d+)", description)
+    if found is None:
         raise TransportError("that is not a description of memory on a loopback network")
-    return int(description[7:])
+    return int(found[1]), int(found[2])
