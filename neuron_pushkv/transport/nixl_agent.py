@@ -6,6 +6,7 @@ at its devices: as it is, that thread never sleeps.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import os
@@ -184,10 +185,8 @@ class Agent:
 
     def release(self, handle: int) -> None:
         """Forget a write. One that has not ended is cancelled as far as the backend can."""
-        try:
+        with contextlib.suppress(*problems()):  # What can't be cancelled ends with the agent.
             self._agent.releaseXferReq(handle)
-        except problems():
-            return  # It ends with the agent then.
 
     def notifications(self) -> dict[str, list[bytes]]:
         """What has come since the last call, by the sending agent's name. Raises :class:`TransportError`."""
@@ -199,6 +198,10 @@ class Agent:
 
     def close(self) -> None:
         """Its worker and its connections are gone when this returns."""
+        if self.remote is not None:
+            # The peer hears of it and stops. Without that, UCX's thread does not end before it has read all that comes.
+            with contextlib.suppress(*problems()):
+                self._agent.invalidateRemoteMD(self.remote)
         self._agent = None
 
 

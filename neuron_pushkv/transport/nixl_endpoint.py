@@ -42,7 +42,7 @@ class Task:
 
 @dataclass(eq=False)
 class Endpoint:
-    """``lock`` is held by whoever uses the agent, and taken before the transport's, ``guard``, which is for the rest."""
+    """``lock`` is held by whoever uses the agent, and taken before the transport's ``guard``, which is for the rest."""
 
     agent: Agent
     port: Port

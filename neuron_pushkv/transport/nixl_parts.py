@@ -18,9 +18,10 @@ from neuron_pushkv.errors import TransportError
 from neuron_pushkv.transport.base import Product, Table
 from neuron_pushkv.transport.nixl_wire import KINDS, Place
 
-PART_WRITES = 1024
-PART_BYTES = 4 << 20
-"""A part ends when it has either; so cancelling has an effect soon, and a post is short."""
+PART_WRITES = 256
+PART_BYTES = 1 << 20
+"""A part ends when it has either. Small, so that a post is short, cancelling works soon, and so does the receiver's
+fence, which takes until there is a gap in what comes."""
 _ROWS = 1 << 16
 """Writes that are laid out at once."""
 
@@ -51,28 +52,24 @@ class Rows:
     runs: Table
 
 
-class OutOfBounds(TransportError):
-    """A write would leave the peer's memory."""
-
-
 def resolve(product: Product, local: dict[int, Place], remote: dict[int, Place]) -> Rows:
-    """Look up and check where a product's spans lie. ``local`` by registration's handle, ``remote`` by target.
+    """Look up and check where a product's spans lie: ``local`` by registration's handle, ``remote`` by target.
 
-    Raises :class:`OutOfBounds` for what the peer would have to refuse, :class:`TransportError` for other faults.
+    Raises :class:`TransportError` for memory that is not known, and for a run that leaves it.
     """
     spans, runs = product.spans.flat, product.runs
     if not len(spans) or not len(runs):
         raise TransportError("a product without spans or runs")
     if not runs[:, 2].all():
         raise TransportError("a run of no bytes")
-    here, inside = _within(spans[:, 1], spans[:, 0], local, runs[:, 0], runs[:, 2], "that memory is not registered")
-    if not inside:
+    sources = _look_up(spans[:, 0], local, "that memory is not registered")
+    targets = _look_up(spans[:, 2], remote, "that memory is not attached to this peer")
+    here, there = spans[:, 1], targets[:, 0] + spans[:, 3]
+    if not _inside(here - sources[:, 0], sources[:, 1], runs[:, 0], runs[:, 2]):
         raise TransportError("a run leaves the registered memory")
-    starts = _bases(spans[:, 2], remote, "that is no memory attached to this peer") + spans[:, 3]
-    there, inside = _within(starts, spans[:, 2], remote, runs[:, 1], runs[:, 2], "")
-    if not inside:
-        raise OutOfBounds("a run leaves the peer's memory")
-    return Rows(here, there, runs)
+    if not _inside(spans[:, 3], targets[:, 1], runs[:, 1], runs[:, 2]):
+        raise TransportError("a run leaves the peer's memory")
+    return Rows((here, sources[:, 2], sources[:, 3]), (there, targets[:, 2], targets[:, 3]), runs)
 
 
 def _look_up(keys: Column, known: dict[int, Place], otherwise: str) -> Table:
@@ -86,21 +83,14 @@ def _look_up(keys: Column, known: dict[int, Place], otherwise: str) -> Table:
     return table
 
 
-def _bases(keys: Column, known: dict[int, Place], otherwise: str) -> Column:
-    bases: Column = _look_up(keys, known, otherwise)[:, 0]
-    return bases
-
-
-def _within(
-    starts: Column, keys: Column, known: dict[int, Place], offsets: Column, lengths: Column, otherwise: str
-) -> tuple[Places, bool]:
-    """Places of spans, and whether all runs from there stay inside; sums may go round at 64 bits."""
-    table = _look_up(keys, known, otherwise)
+def _inside(starts: Column, sizes: Column, offsets: Column, lengths: Column) -> bool:
+    """Whether all runs stay inside, from each start in memory of that size. A sum may go round at 64 bits."""
     ends = offsets + lengths
     first, last = offsets.min(), ends.max()
-    into = starts + first - table[:, 0]
-    inside = (ends > offsets).all() and (into <= table[:, 1]).all() and (last - first <= table[:, 1] - into).all()
-    return (starts, table[:, 2], table[:, 3]), bool(inside)
+    begins = starts + first
+    return bool(
+        (ends > offsets).all() and (begins <= sizes).all() and (last - first <= sizes - np.minimum(begins, sizes)).all()
+    )
 
 
 def cut(products: Sequence[Rows]) -> Iterator[Part]:
@@ -132,7 +122,7 @@ def _parts(product: Rows, spans: slice) -> Iterator[Part]:
     here = np.stack((from_[heads], sizes, fixed[heads, 0]), axis=1)
     there = np.stack((to[heads], sizes, fixed[heads, 1]), axis=1)
     writes = np.diff(begins, append=len(size)).tolist()
-    places = [*np.searchsorted(heads, begins), len(heads)]
+    places = np.append(np.searchsorted(heads, begins), len(heads)).tolist()
     for index, (begin, end) in enumerate(itertools.pairwise(places)):
         kinds = fixed[begins[index]]
         yield Part(

@@ -13,26 +13,35 @@ KINDS = (MemoryKind.HOST, MemoryKind.CUDA)
 """Memory that NIXL knows, by the number that stands for it."""
 
 _ADDRESS = struct.Struct("<4sH")  # magic, bytes of provider; then the provider, NIXL's metadata and a checksum
-_DESCRIPTION = struct.Struct("<4sQQIB")  # magic, then a place
+_DESCRIPTION = struct.Struct("<4sQQIB")  # magic, then a place; then a checksum
 _NOTIFICATION = struct.Struct("<4sQII")  # magic, number, immediate, writes
 _ADDRESS_MAGIC, _DESCRIPTION_MAGIC, _NOTIFICATION_MAGIC = b"pkx1", b"pkd1", b"pkn1"
 _WINDOW = 1024
 
 
+def _seal(body: bytes) -> bytes:
+    return body + zlib.crc32(body).to_bytes(4, "little")
+
+
+def _unseal(sealed: bytes, magic: bytes, least: int) -> bytes | None:
+    """What was sealed; ``None`` if it is damaged, shorter than ``least``, or begins otherwise."""
+    body = sealed[:-4]
+    good = len(body) >= least and body.startswith(magic) and _seal(body) == sealed
+    return body if good else None
+
+
 def pack_address(provider: str, metadata: bytes) -> bytes:
     """The address of an agent with that metadata."""
     name = provider.encode()
-    body = _ADDRESS.pack(_ADDRESS_MAGIC, len(name)) + name + metadata
-    return body + zlib.crc32(body).to_bytes(4, "little")
+    return _seal(_ADDRESS.pack(_ADDRESS_MAGIC, len(name)) + name + metadata)
 
 
 def unpack_address(provider: str, address: bytes) -> bytes:
     """The metadata in it. Raises :class:`TransportError` if it is of another provider, or no address at all."""
-    body = address[:-4]
-    good = len(body) >= _ADDRESS.size and zlib.crc32(body).to_bytes(4, "little") == address[-4:]
-    magic, size = _ADDRESS.unpack_from(body) if good else (b"", 0)
-    if magic != _ADDRESS_MAGIC:
+    body = _unseal(address, _ADDRESS_MAGIC, _ADDRESS.size)
+    if body is None:
         raise TransportError("that is not an address of a NIXL agent of neuron_pushkv")
+    _, size = _ADDRESS.unpack_from(body)
     theirs = body[_ADDRESS.size : _ADDRESS.size + size].decode(errors="replace")
     if theirs != provider:
         raise TransportError(
@@ -53,16 +62,14 @@ class Place(NamedTuple):
 
     def pack(self) -> bytes:
         """Its description for peers."""
-        return _DESCRIPTION.pack(_DESCRIPTION_MAGIC, *self)
+        return _seal(_DESCRIPTION.pack(_DESCRIPTION_MAGIC, *self))
 
 
 def unpack_place(description: bytes) -> Place:
     """Raises :class:`TransportError`."""
-    try:
-        magic, *numbers = _DESCRIPTION.unpack(description)
-    except struct.error:
-        magic, numbers = b"", []
-    if magic != _DESCRIPTION_MAGIC or numbers[-1] >= len(KINDS):
+    body = _unseal(description, _DESCRIPTION_MAGIC, _DESCRIPTION.size)
+    numbers = _DESCRIPTION.unpack(body)[1:] if body is not None and len(body) == _DESCRIPTION.size else ()
+    if not numbers or numbers[-1] >= len(KINDS):
         raise TransportError("that is not a description of memory from neuron_pushkv's NIXL transport")
     return Place(*numbers)
 

@@ -212,10 +212,19 @@ class FarSide:
                 self.kill()
 
 
-def serve(pipe: Connection) -> None:
-    """Carry out what comes through ``pipe`` until it is closed."""
+def open_transport(provider: str, library: Path | None) -> Transport:
+    """The transport of that provider; ``library`` is a libfabric, for those that need one."""
+    if provider.startswith("nixl/"):
+        from neuron_pushkv.transport.nixl import NixlTransport
+
+        return NixlTransport(provider.removeprefix("nixl/"))
     from neuron_pushkv.transport.fabric import FabricTransport
 
+    return FabricTransport(provider, library)
+
+
+def serve(pipe: Connection) -> None:
+    """Carry out what comes through ``pipe`` until it is closed."""
     side: NearSide | None = None
     while True:
         try:
@@ -226,7 +235,7 @@ def serve(pipe: Connection) -> None:
             if name == "reopen":
                 if side is not None:
                     side.close()
-                side = NearSide(FabricTransport(*arguments))
+                side = NearSide(open_transport(*arguments))
                 answer = None
             else:
                 answer = getattr(side, name)(*arguments)
