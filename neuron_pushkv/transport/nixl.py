@@ -74,7 +74,7 @@ class NixlTransport(CountingTransport):
         with self._agents_lock:
             self._open()
             if self._spare is None:
-                self._spare = Agent(self._backend)
+                self._spare = self._new_agent()
             self._spare.register(memory)  # First, because it finds what is wrong before anybody's endpoint is touched.
             for endpoint in self._endpoints():
                 with endpoint.lock:

@@ -274,6 +274,8 @@ def test_memory_that_comes_later_is_known_to_peers_that_come_later(nixl_pair: Pa
     other.write(late, registration.description, [(0, 0, 4096)], immediate(4, 4))
     assert near.events(1, Arrived) == [Arrived(4, 4, 1)]
     assert later.tobytes() == b"late" * 1024
+    other.write(late, near.window(), [(0, 0, 4096)], immediate(4, 4))
+    eventually(lambda: near.count(4, 4) == 2, "what was registered before is known too")
     near.transport.deregister(registration)
     other.close()
     assert far.counters().errors == 0
