@@ -17,7 +17,7 @@ from neuron_pushkv.transport.fabric import FabricTransport
 from neuron_pushkv.transport.fates import Delay, Depth, Reorder
 from neuron_pushkv.transport.faults import FaultyTransport
 from neuron_pushkv.transport.loopback import LoopbackNetwork
-from tests.transport.side import FarSide, NearSide, Window
+from tests.transport.side import FarSide, NearSide, Options, Window
 
 FIND_SYSTEM_LIBRARY = """
 import ctypes
@@ -62,10 +62,18 @@ class Kind:
 
     name: str
     provider: str
+    options: Options = ()
 
 
 LOOPBACK_KINDS = [Kind(name, "loopback") for name in ("loopback", "loopback-unordered", "loopback-faulty")]
-FABRIC_KINDS = [Kind("tcp", "tcp"), Kind("shm", "shm")]
+# Several rails, and memory that takes several registrations; 3 MiB make parts of 2 MiB.
+IN_PARTS: Options = (("rails", 3), ("most_registered", 3 << 20))
+FABRIC_KINDS = [
+    Kind("tcp", "tcp"),
+    Kind("shm", "shm"),
+    Kind("tcp-rails", "tcp", IN_PARTS),
+    Kind("shm-rails", "shm", IN_PARTS),
+]
 KINDS = FABRIC_KINDS if OTHER_LIBRARY in os.environ else LOOPBACK_KINDS + FABRIC_KINDS
 
 
@@ -104,11 +112,11 @@ class FarSides:
     def get(self, kind: Kind) -> FarSide:
         side = self._sides.pop(kind.name, None)
         if side is not None and side.process.poll() is None:
-            side.reopen(kind.provider, first_library())
+            side.reopen(kind.provider, first_library(), kind.options)
         else:
             if side is not None:
                 side.end()
-            side = FarSide(kind.provider, first_library())
+            side = FarSide(kind.provider, first_library(), kind.options)
         self._sides[kind.name] = side
         return side
 
@@ -130,7 +138,7 @@ def near_transport(kind: Kind, network: LoopbackNetwork) -> Transport:
         return FaultyTransport(network.transport(), Delay(0, 0.003, share=0.2), Reorder(), Depth(64))
     if kind.provider == "loopback":
         return network.transport()
-    return FabricTransport(kind.provider, first_library())
+    return FabricTransport(kind.provider, first_library(), **dict(kind.options))
 
 
 def make_pair(kind: Kind, far_sides: FarSides) -> Iterator[Pair]:
