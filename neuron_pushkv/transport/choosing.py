@@ -22,4 +22,4 @@ def open_transport(settings: ConnectorSettings, accelerator: Accelerator) -> Tra
         return NixlTransport(settings.nixl_backend)
     from neuron_pushkv.transport.fabric import FabricTransport
 
-    return FabricTransport(settings.provider, settings.libfabric, settings.host)
+    return FabricTransport(settings.provider, settings.libfabric, settings.host, flush=accelerator.needs_flush)

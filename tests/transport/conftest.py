@@ -18,7 +18,7 @@ from neuron_pushkv.transport.fates import Delay, Depth, Reorder
 from neuron_pushkv.transport.faults import FaultyTransport
 from neuron_pushkv.transport.loopback import LoopbackNetwork
 from neuron_pushkv.transport.nixl_agent import PACKAGES
-from tests.transport.side import FarSide, NearSide, Window, open_transport
+from tests.transport.side import FarSide, NearSide, Options, Window, open_transport
 
 FIND_SYSTEM_LIBRARY = """
 import ctypes
@@ -63,13 +63,20 @@ class Kind:
 
     name: str
     provider: str
+    options: Options = ()
 
 
 LOOPBACK_KINDS = [Kind(name, "loopback") for name in ("loopback", "loopback-unordered", "loopback-faulty")]
-FABRIC_KINDS = [Kind("tcp", "tcp"), Kind("shm", "shm")]
-NIXL_KIND = Kind("nixl", "nixl/UCX")
+# Several rails, and memory that takes several registrations; 3 MiB make parts of 2 MiB.
+IN_PARTS: Options = (("rails", 3), ("most_registered", 3 << 20))
+FABRIC_KINDS = [
+    Kind("tcp", "tcp"),
+    Kind("shm", "shm"),
+    Kind("tcp-rails", "tcp", IN_PARTS),
+    Kind("shm-rails", "shm", IN_PARTS),
+]
 NIXL = pytest.param(
-    NIXL_KIND,
+    Kind("nixl", "nixl/UCX"),
     marks=pytest.mark.skipif(
         not any(find_spec(name) for name in PACKAGES), reason="needs NIXL: pip install --no-deps nixl-cu12"
     ),
@@ -113,11 +120,11 @@ class FarSides:
     def get(self, kind: Kind) -> FarSide:
         side = self._sides.pop(kind.name, None)
         if side is not None and side.process.poll() is None:
-            side.reopen(kind.provider, first_library())
+            side.reopen(kind.provider, first_library(), kind.options)
         else:
             if side is not None:
                 side.end()
-            side = FarSide(kind.provider, first_library())
+            side = FarSide(kind.provider, first_library(), kind.options)
         self._sides[kind.name] = side
         return side
 
@@ -139,7 +146,7 @@ def near_transport(kind: Kind, network: LoopbackNetwork) -> Transport:
         return FaultyTransport(network.transport(), Delay(0, 0.003, share=0.2), Reorder(), Depth(64))
     if kind.provider == "loopback":
         return network.transport()
-    return open_transport(kind.provider, first_library())
+    return open_transport(kind.provider, first_library(), kind.options)
 
 
 def make_pair(kind: Kind, far_sides: FarSides) -> Iterator[Pair]:

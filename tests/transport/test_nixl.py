@@ -34,8 +34,8 @@ from tests.transport.conftest import NIXL, Pair, first_library, join, make_pair
 from tests.transport.side import NearSide, eventually, table
 from tests.transport.side import open_transport as open_named
 
-CPU: Any = SimpleNamespace(name="cpu")
-GPU: Any = SimpleNamespace(name="cuda")
+CPU: Any = SimpleNamespace(name="cpu", needs_flush=False)
+GPU: Any = SimpleNamespace(name="cuda", needs_flush=True)
 
 runs_of = st.lists(
     st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.integers(1, 1 << 19)), min_size=1, max_size=400
@@ -193,10 +193,10 @@ def test_the_settings_choose(
     asked: list[Any] = []
     monkeypatch.setattr("neuron_pushkv.transport.nixl.NixlTransport", lambda *given: asked.append(("nixl", *given)))
     monkeypatch.setattr(
-        "neuron_pushkv.transport.fabric.FabricTransport", lambda *given: asked.append(("fabric", *given))
+        "neuron_pushkv.transport.fabric.FabricTransport", lambda *given, flush: asked.append(("fabric", *given, flush))
     )
     open_transport(ConnectorSettings(transport=transport, provider=provider, nixl_backend="X"), accelerator)
-    assert asked == [("nixl", "X") if nixl else ("fabric", provider, None, "127.0.0.1")]
+    assert asked == [("nixl", "X") if nixl else ("fabric", provider, None, "127.0.0.1", accelerator is GPU)]
 
 
 @pytest.fixture(params=[NIXL], ids=["nixl"])
@@ -228,7 +228,7 @@ def test_notifications_in_anothers_name_are_not_credited(nixl_pair: Pair) -> Non
     pair, near, far = nixl_pair, nixl_pair.near, nixl_pair.far
     far.expect(1, 0)
     # A stranger that has got hold of an endpoint's address, and writes there.
-    stranger = NearSide(open_named(pair.kind.provider, None))
+    stranger = NearSide(open_named(pair.kind.provider))
     ours, address = near.open_peer()
     theirs, their_address = far.open_peer()
     near.connect(ours, their_address)
@@ -244,7 +244,7 @@ def test_notifications_in_anothers_name_are_not_credited(nixl_pair: Pair) -> Non
 
 def test_what_nixl_lacks_is_named(nixl_pair: Pair) -> None:
     with pytest.raises(FabricError, match=r"no backend 'Y'; set nixl_backend to one of .*UCX"):
-        open_named("nixl/Y", None)
+        open_named("nixl/Y")
     with pytest.raises(RegistrationError, match="can't register 4096 bytes of cuda memory"):
         nixl_pair.near.transport.register(Memory(nixl_pair.near.start, 4096, MemoryKind.CUDA, 0))
 
@@ -254,14 +254,14 @@ def test_the_fence_is_final_only_where_it_is(nixl_pair: Pair, monkeypatch: pytes
     assert nixl_pair.near.transport.provider == "nixl/UCX"
     assert nixl_pair.near.transport.library.startswith("NIXL ")
     monkeypatch.setenv("UCX_TLS", "tcp,cma")
-    other = open_named("nixl/UCX", None)
+    other = open_named("nixl/UCX")
     assert not other.fence_is_final
     other.close()
 
 
 def test_memory_that_comes_later_is_known_to_peers_that_come_later(nixl_pair: Pair) -> None:
     near, far = nixl_pair.near, nixl_pair.far
-    other = NearSide(open_named(nixl_pair.kind.provider, None))
+    other = NearSide(open_named(nixl_pair.kind.provider))
     early, _ = join(other, near)
     later = np.zeros(4096, dtype=np.uint8)
     registration = near.transport.register(Memory(later.ctypes.data, 4096))

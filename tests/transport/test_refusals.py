@@ -49,7 +49,8 @@ def test_a_wrong_key_writes_nothing(pair: Pair) -> None:
     far.fill(0, bytes(BUFFER))
     far.expect(1, 0)
     ours, _ = pair.another()
-    wrong = pair.window[:-1] + bytes([pair.window[-1] ^ 1])
+    head = 24 if pair.kind.provider != "loopback" else len(pair.window) - 1  # then follow the keys, all of them
+    wrong = pair.window[:head] + bytes(byte ^ 1 for byte in pair.window[head:])
     near.fill(0, b"\xee" * PAGE)
     ticket = near.write(ours, wrong, [(0, 0, 64)], immediate(1, 0))
     assert_refused(pair, near, ours, ticket.id)
