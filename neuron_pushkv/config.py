@@ -95,8 +95,12 @@ class ConnectorSettings(Security):
     nixl_backend: Annotated[str, Field(pattern=r"^\w{1,32}$")] = "UCX"
     """NIXL's plugin, where NIXL is used: ``UCX``, ``LIBFABRIC``, ... The same on both sides."""
 
-    push_granularity: Literal["step", "request"] = "step"
-    """When KV moves: with each prefill step what it has filled, or all of it when prefill ends."""
+    push_granularity: Literal["step", "request", "layer"] = "step"
+    """When KV moves: after each prefill step what it has filled; all of it when prefill ends (``request``); or each
+    layer's while the next one is computed, where vLLM's per-layer hook runs (``layer``; it makes graphs piecewise)."""
+    max_parked_bytes: Annotated[int, Field(ge=0)] | None = None
+    """KV that finished requests may keep for receivers, per rank (as ``--kv-cache-memory-bytes``); beyond it the
+    oldest is let go. By default half of the engine's KV cache."""
 
     connect_seconds: PositiveSeconds = 2.0
     """How long connecting to a peer and the handshake with it may take together."""
