@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator, model_validator
 
 from neuron_pushkv.errors import ConfigError
 
@@ -90,6 +90,8 @@ class ConnectorSettings(Security):
     """libfabric provider. Start-up fails if the one that is found is another."""
     libfabric: Path | None = None
     """Path of libfabric.so.1; by default EFA's own, the loader's, the ``mpich`` wheel's (that first unless for EFA)."""
+    progress_core: NonNegativeInt | None = None
+    """CPU core for the thread that moves the data, one that nothing else is busy on; by default any."""
 
     push_granularity: Literal["step", "request"] = "step"
     """When KV moves: with each prefill step what it has filled, or all of it when prefill ends."""
