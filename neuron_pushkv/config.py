@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator, model_validator
 
 from neuron_pushkv.errors import ConfigError
 
@@ -94,6 +94,8 @@ class ConnectorSettings(Security):
     """What moves KV: libfabric or NIXL. ``auto`` is NIXL for GPUs with provider ``shm``, and libfabric otherwise."""
     nixl_backend: Annotated[str, Field(pattern=r"^\w{1,32}$")] = "UCX"
     """NIXL's plugin, where NIXL is used: ``UCX``, ``LIBFABRIC``, ... The same on both sides."""
+    progress_core: NonNegativeInt | None = None
+    """CPU core for the thread that moves the data, one that nothing else is busy on; by default any."""
 
     push_granularity: Literal["step", "request", "layer"] = "step"
     """When KV moves: after each prefill step what it has filled; all of it when prefill ends (``request``); or each

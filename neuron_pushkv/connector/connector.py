@@ -99,7 +99,8 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
         )
         accelerator = accelerator_for(next(iter(kv_caches.values())).device.type)
         settings = self._settings
-        transport = open_transport(settings, accelerator)
+        memory = caches.storages(kv_caches, accelerator)
+        transport = open_transport(settings, accelerator, memory)
         engine = PushEngine(
             settings=settings,
             engine_id=self._kv_transfer_config.engine_id,
@@ -107,7 +108,7 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
             rank=rank,
             model=self._model,
             layout=layout,
-            memory=caches.storages(kv_caches, accelerator),
+            memory=memory,
             transport=transport,
             accelerator=accelerator,
             directory=(settings.host, self._port),

@@ -6,6 +6,7 @@
 
 #define CLOSE_TRIES 1000
 #define ROUNDS_BEFORE_CLOSE 8
+#define LONGEST_SETTLING 5000000 /* nanoseconds */
 
 static int open_door(const pk_rail *rail, pk_endpoint *endpoint)
 {
@@ -103,14 +104,27 @@ int pk_endpoints_connect(pk_core *core, pk_peer *peer, const pk_contact *contact
     return PK_OK;
 }
 
+/* tcp (seen with libfabric 2.5) reads freed memory where an endpoint is closed with its peer's connection request still
+ * to be looked at: have it look first, and give a connection that is being made the time that a living peer needs. */
+static void settle(pk_core *core, const pk_peer *peer)
+{
+    int64_t until = pk_now() + LONGEST_SETTLING;
+    bool warming = true;
+
+    for (int i = 0; i < ROUNDS_BEFORE_CLOSE || (warming && pk_now() < until); i++) {
+        pk_warm_up(core);
+        pk_complete(core, 1);
+        warming = false;
+        for (uint32_t j = 0; j < peer->rails; j++)
+            warming |= peer->endpoints[j].warming && peer->endpoints[j].ep;
+    }
+}
+
 int pk_endpoints_close(pk_core *core, pk_peer *peer, pk_failure *failure)
 {
     int error = 0;
 
-    /* tcp (seen with libfabric 2.5) reads freed memory where an endpoint is closed with its peer's connection request
-     * still to be looked at: have it look first. */
-    for (int i = 0; i < ROUNDS_BEFORE_CLOSE; i++)
-        pk_complete(core, 1);
+    settle(core, peer);
     for (uint32_t i = 0; i < core->rail_count; i++) {
         pk_endpoint *endpoint = &peer->endpoints[i];
         if (!endpoint->ep)

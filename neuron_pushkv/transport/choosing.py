@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from neuron_pushkv.config import ConnectorSettings
-from neuron_pushkv.device.base import Accelerator
+from neuron_pushkv.device.base import Accelerator, Memory
 from neuron_pushkv.transport.base import Transport
 
 
@@ -14,12 +16,19 @@ def wants_nixl(settings: ConnectorSettings, accelerator: Accelerator) -> bool:
     return settings.transport == "nixl"
 
 
-def open_transport(settings: ConnectorSettings, accelerator: Accelerator) -> Transport:
-    """Open it. Raises :class:`~neuron_pushkv.errors.FabricError` if it is not installed, or can't be used as asked."""
+def open_transport(settings: ConnectorSettings, accelerator: Accelerator, memory: Sequence[Memory]) -> Transport:
+    """Open it, for ``memory``, over the cards that are nearest to it. Raises :class:`~neuron_pushkv.errors.FabricError` if it is not installed, or can't be used as asked."""
     if wants_nixl(settings, accelerator):
         from neuron_pushkv.transport.nixl import NixlTransport
 
         return NixlTransport(settings.nixl_backend)
     from neuron_pushkv.transport.fabric import FabricTransport
 
-    return FabricTransport(settings.provider, settings.libfabric, settings.host, flush=accelerator.needs_flush)
+    return FabricTransport(
+        settings.provider,
+        settings.libfabric,
+        settings.host,
+        nics=accelerator.nics(memory[0]) if memory else (),
+        flush=accelerator.needs_flush,
+        core=settings.progress_core,
+    )

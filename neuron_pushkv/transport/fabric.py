@@ -45,10 +45,11 @@ class FabricTransport(Transport):
 
     ``host`` is the address of this machine that tcp binds to. ``nics`` are the network cards to use, by libfabric's
     names of their domains (EFA's without what follows the dash); by default all of EFA's, one of others'. There is one
-    rail for each of them, or ``rails`` in all, over the cards in turn. With ``flush`` an arrival is told only
-    when memory of each device has been read from over every rail that received, which is what a device needs that may
-    not see at once what a card has written. ``core`` is the CPU core for the progress thread. Registrations of more than ``most_registered`` bytes are refused as some drivers do, which is for tests.
-    Raises :class:`~neuron_pushkv.errors.FabricError`.
+    rail for each of them, or ``rails`` in all, over the cards in turn. With ``flush`` an arrival is told only when
+    memory of each device has been read from over every rail that received, which is what a device needs that may not
+    see at once what a card has written. ``core`` is the CPU core for the progress thread. Registrations of more than
+    ``most_registered`` bytes are refused as some drivers do, which is for tests. Raises
+    :class:`~neuron_pushkv.errors.FabricError`.
 
     One thing that libfabric does not give us everywhere: over shm, a write with a wrong key or outside its bounds is
     dropped by the target, as it must be, but its sender is told that it was written (2.5), or nothing at all (1.17).

@@ -75,6 +75,8 @@ FABRIC_KINDS = [
     Kind("tcp-rails", "tcp", IN_PARTS),
     Kind("shm-rails", "shm", IN_PARTS),
 ]
+if OTHER_LIBRARY in os.environ:
+    FABRIC_KINDS = FABRIC_KINDS[:2]  # rails have tests of their own, in test_rails.py
 NIXL = pytest.param(
     Kind("nixl", "nixl/UCX"),
     marks=pytest.mark.skipif(

@@ -173,7 +173,7 @@ def test_without_nixl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
     find = importlib.util.find_spec
     monkeypatch.setattr(nixl_agent, "find_spec", lambda name: None if name.startswith("nixl") else find(name))
     with pytest.raises(FabricError, match=r"pip install 'neuron-pushkv\[nixl\]'"):
-        open_transport(ConnectorSettings(transport="nixl"), CPU)
+        open_transport(ConnectorSettings(transport="nixl"), CPU, ())
     nixl_agent.bindings.cache_clear()
 
 
@@ -195,7 +195,7 @@ def test_the_settings_choose(
     monkeypatch.setattr(
         "neuron_pushkv.transport.fabric.FabricTransport", lambda *given, flush: asked.append(("fabric", *given, flush))
     )
-    open_transport(ConnectorSettings(transport=transport, provider=provider, nixl_backend="X"), accelerator)
+    open_transport(ConnectorSettings(transport=transport, provider=provider, nixl_backend="X"), accelerator, ())
     assert asked == [("nixl", "X") if nixl else ("fabric", provider, None, "127.0.0.1", accelerator is GPU)]
 
 
@@ -283,6 +283,6 @@ def test_memory_that_comes_later_is_known_to_peers_that_come_later(nixl_pair: Pa
 
 def test_libfabric_is_opened_with_its_settings() -> None:
     settings = ConnectorSettings(provider="tcp", libfabric=first_library())
-    transport = open_transport(settings, CPU)
+    transport = open_transport(settings, CPU, ())
     assert isinstance(transport, FabricTransport)
     transport.close()
