@@ -82,8 +82,11 @@ class PushEngine:
         directory: tuple[str, int],
         sizes: Sizes = (1, 1),
     ) -> None:
-        if accelerator.needs_flush:
-            raise DeviceError(f"{accelerator.name} needs a flush after each receipt, which this version can't do")
+        if accelerator.needs_flush and not transport.flushes:
+            raise DeviceError(
+                f"{accelerator.name} memory must be flushed after each receipt, which transport '{transport.provider}' "
+                f"doesn't do; set another transport or provider"
+            )
         self._transport = transport
         self._accelerator = accelerator
         self._layout = layout

@@ -35,7 +35,7 @@ static int ask_from_outside(pk_core *core, pk_request *request)
     return code;
 }
 
-int pk_register(pk_core *core, uint64_t address, uint64_t length, int interface, uint64_t *id,
+int pk_register(pk_core *core, uint64_t address, uint64_t length, int interface, int device, uint64_t *id,
                 uint64_t *description_size, pk_failure *failure)
 {
     pk_memory *memory = calloc(1, sizeof *memory);
@@ -50,6 +50,7 @@ int pk_register(pk_core *core, uint64_t address, uint64_t length, int interface,
     memory->address = address;
     memory->length = length;
     memory->interface = interface;
+    memory->device = device;
     int code = ask_from_outside(core, &request);
     if (code) {
         pk_memory_free(memory);

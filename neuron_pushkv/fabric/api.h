@@ -48,6 +48,7 @@ typedef struct {
     uint64_t stripe;          /* longer writes are split at this many bytes where there are several rails */
     uint64_t most_registered; /* refuse to register more bytes at once, as some drivers do; 0: don't */
     int cpu;                  /* for the progress thread; -1: any */
+    int flush;                /* whether the device must be read from before it sees what was written to it */
 } pk_options;
 
 typedef struct {
@@ -68,6 +69,8 @@ typedef struct {
 /* Where a peer finds one of our endpoints: there is one per rail. */
 typedef struct {
     uint64_t size; /* of the address */
+    uint64_t door; /* remote address and key of a few bytes that anybody may write to, */
+    uint64_t key;  /* which is how the way there is made ready before it is needed */
     uint8_t address[PK_ADDRESS_ROOM];
 } pk_contact;
 
@@ -120,6 +123,8 @@ typedef struct {
     uint64_t unexpected;         /* completions for nothing that is under way */
     uint64_t sleeps;             /* times the progress thread went to sleep */
     uint64_t wakeups;            /* times another thread had to wake it */
+    uint64_t warm_ups;           /* ways to peers that were made ready before they were needed */
+    uint64_t flushes;            /* reads that made what had arrived visible to its device */
     uint64_t outstanding;        /* writes under way now */
     uint64_t peers;              /* endpoints open now */
     uint64_t memories;           /* registrations now */
@@ -134,9 +139,11 @@ void pk_close(pk_core *core);
 void pk_free(pk_core *core);
 void pk_get_facts(pk_core *core, pk_facts *facts);
 void pk_get_counters(pk_core *core, pk_counters *counters);
+/* Bytes of completed writes by rail. */
+void pk_get_rail_bytes(pk_core *core, uint64_t *bytes);
 
 /* What a peer has to know of the memory is description_size bytes, which pk_describe stores. */
-int pk_register(pk_core *core, uint64_t address, uint64_t length, int interface, uint64_t *memory,
+int pk_register(pk_core *core, uint64_t address, uint64_t length, int interface, int device, uint64_t *memory,
                 uint64_t *description_size, pk_failure *failure);
 int pk_describe(pk_core *core, uint64_t memory, uint8_t *description, pk_failure *failure);
 int pk_deregister(pk_core *core, uint64_t memory, pk_failure *failure);

@@ -23,15 +23,22 @@ static bool is_arrival(uint64_t flags)
 static void finish(pk_core *core, pk_op *op, bool good, const char *text)
 {
     pk_ticket *ticket = op->ticket;
+    pk_op_kind kind = op->kind;
 
     pk_op_release(core, op);
-    if (good) {
-        ticket->written++;
+    if (kind == PK_OP_WARM_UP) {
+        pk_warm_up_done(core, &op->peer->endpoints[op->rail], good);
+    } else if (kind == PK_OP_FLUSH) {
+        pk_flush_done(core, op, good);
     } else {
-        ticket->in_doubt++;
-        pk_ticket_stop(core, ticket, text);
+        if (good) {
+            ticket->written++;
+        } else {
+            ticket->in_doubt++;
+            pk_ticket_stop(core, ticket, text);
+        }
+        pk_ticket_settle(core, ticket);
     }
-    pk_ticket_settle(core, ticket);
 }
 
 static bool read_error(pk_core *core, const pk_rail *rail)
@@ -46,9 +53,11 @@ static bool read_error(pk_core *core, const pk_rail *rail)
 
     if (cq->ops->readerr(cq, &error, 0) <= 0)
         return false;
-    count_error(core);
     pk_op *op = error.entry.op_context;
-    if (is_arrival(error.entry.flags) || !pk_op_known(core, op))
+    bool ours = !is_arrival(error.entry.flags) && pk_op_known(core, op);
+    if (!ours || op->kind != PK_OP_WARM_UP)
+        count_error(core);
+    if (!ours)
         return true; /* somebody's write into our memory went wrong; its sender learns of it */
     /* rxm asks the queue's first endpoint for its text, also when there is none left (libfabric 1.17) */
     const char *said = rail->over_rxm ? NULL : cq->ops->strerror(cq, error.entry.prov_errno, error.entry.err_data,
@@ -60,22 +69,27 @@ static bool read_error(pk_core *core, const pk_rail *rail)
     return true;
 }
 
-static void account(pk_core *core, const struct fi_cq_data_entry *entries, ssize_t count)
+static void account(pk_core *core, pk_rail *rail, const struct fi_cq_data_entry *entries, ssize_t count)
 {
-    uint64_t writes = 0, bytes = 0, unexpected = 0;
+    uint64_t ended = 0, writes = 0, bytes = 0, unexpected = 0;
     pk_op *done[ENTRIES];
 
     for (ssize_t i = 0; i < count; i++) {
         pk_op *op = entries[i].op_context;
-        if (is_arrival(entries[i].flags))
+        if (is_arrival(entries[i].flags)) {
+            rail->dirty = true;
             continue;
-        if (!op || !op->ticket || op->completed) {
+        }
+        if (!op || op->kind == PK_OP_FREE || op->completed) {
             unexpected++;
             continue;
         }
         op->completed = true;
-        done[writes++] = op;
-        bytes += op->length;
+        done[ended++] = op;
+        if (op->kind == PK_OP_WRITE) {
+            writes++;
+            bytes += op->length;
+        }
     }
     pthread_mutex_lock(&core->lock);
     for (ssize_t i = 0; i < count; i++)
@@ -83,13 +97,14 @@ static void account(pk_core *core, const struct fi_cq_data_entry *entries, ssize
             pk_slot_count(core, (uint32_t)entries[i].data);
     core->counters.writes += writes;
     core->counters.bytes += bytes;
+    rail->bytes += bytes;
     core->counters.unexpected += unexpected;
     pthread_mutex_unlock(&core->lock);
-    for (uint64_t i = 0; i < writes; i++)
+    for (uint64_t i = 0; i < ended; i++)
         finish(core, done[i], true, NULL);
 }
 
-static uint64_t complete_rail(pk_core *core, const pk_rail *rail, int batches)
+static uint64_t complete_rail(pk_core *core, pk_rail *rail, int batches)
 {
     struct fi_cq_data_entry entries[ENTRIES];
     uint64_t total = 0;
@@ -97,7 +112,7 @@ static uint64_t complete_rail(pk_core *core, const pk_rail *rail, int batches)
     for (int i = 0; batches < 0 || i < batches; i++) {
         ssize_t count = rail->cq->ops->read(rail->cq, entries, ENTRIES);
         if (count > 0) {
-            account(core, entries, count);
+            account(core, rail, entries, count);
             total += (uint64_t)count;
         } else if (count == -FI_EAVAIL) {
             if (!read_error(core, rail))
@@ -129,7 +144,8 @@ int pk_fence_now(pk_core *core, pk_peer *peer, pk_failure *failure)
         return code;
     while (peer->ops) {
         pk_op *op = peer->ops;
-        op->ticket->in_doubt++;
+        if (op->ticket)
+            op->ticket->in_doubt++;
         pk_op_release(core, op);
     }
     while (peer->first)

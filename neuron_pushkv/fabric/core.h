@@ -20,164 +20,14 @@
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
-#include <sys/types.h>
-#include <sys/uio.h>
 
-#include "api.h"
-#include "ofi.h"
+#include "things.h"
 
 #define PK_SLOTS (1u << 20)
 #define PK_EPOCHS (1u << 12)
 #define PK_EPOCH_BITS 12
 #define PK_COMPLETIONS 8192 /* room in a completion queue */
 #define PK_MOST_PARTS 1024  /* of one memory */
-
-typedef struct pk_peer pk_peer;
-typedef struct pk_ticket pk_ticket;
-
-/* ---- library.c: finding our way into libfabric ---- */
-
-typedef struct {
-    void *handle;
-    uint32_t version;
-    uint32_t api;  /* the version asked for: the smaller of the library's and ours */
-    int (*getinfo)(uint32_t version, const char *node, const char *service, uint64_t flags, const struct fi_info *hints,
-                   struct fi_info **info);
-    void (*freeinfo)(struct fi_info *info);
-    struct fi_info *(*dupinfo)(const struct fi_info *info);
-    int (*fabric)(struct fi_fabric_attr *attr, struct fid_fabric **fabric, void *context);
-    const char *(*strerror)(int error);
-    char path[1024];
-} pk_library;
-
-int pk_library_open(pk_library *library, const pk_options *options, pk_failure *failure);
-/* One info for each rail; infos has room for PK_MOST_RAILS. */
-int pk_library_offer(const pk_library *library, const pk_options *options, struct fi_info **infos, uint32_t *count,
-                     pk_failure *failure);
-/* The network card's name, as the provider has it. */
-const char *pk_nic(const struct fi_info *info);
-/* Append a name, after a comma if it isn't the first; false when there is no room for it. */
-bool pk_append_name(char *text, size_t room, size_t *used, const char *name);
-/* Store code and text; returns code. error is a negative libfabric code, or 0 for none. */
-int pk_fail(const pk_library *library, pk_failure *failure, int code, const char *what, long error);
-
-/* ---- ids: index and generation, so that an old id never names a new thing ---- */
-
-typedef struct {
-    struct pk_entry {
-        void *item;
-        uint32_t generation;
-    } *entries;
-    uint32_t size;
-} pk_table;
-
-bool pk_table_add(pk_table *table, void *item, uint64_t *id);
-void *pk_table_get(const pk_table *table, uint64_t id);
-bool pk_table_had(const pk_table *table, uint64_t id);
-void pk_table_remove(pk_table *table, uint64_t id);
-
-/* ---- rail.c: what there is once per network card ---- */
-
-typedef struct {
-    struct fi_info *info;
-    struct fid_fabric *fabric;
-    struct fid_domain *domain;
-    struct fid_cq *cq;
-    int wait_fd;  /* -1: the provider has none */
-    bool over_rxm;
-    uint32_t depth;
-} pk_rail;
-
-/* Memory may be registered in parts of 1 << shift bytes, the last one shorter. */
-typedef struct {
-    struct fid_mr *mr;
-    void *desc;
-    uint64_t key;
-} pk_part;
-
-typedef struct {
-    uint64_t address;
-    uint64_t length;
-    int interface;
-    unsigned shift;
-    uint64_t count; /* of parts */
-    pk_part *parts; /* rail by rail */
-    uint64_t users; /* [lock] spans of tickets under way */
-    bool leaving;   /* [lock] takes no new ones */
-} pk_memory;
-
-/* A peer's memory. Never changes; lives until its peer is fenced. */
-typedef struct pk_target {
-    uint64_t id;
-    const pk_peer *peer;
-    struct pk_target *next; /* of the same peer */
-    uint64_t length;
-    uint64_t base;     /* remote address of its first byte */
-    bool virtual_base; /* or else each part is addressed from 0 */
-    unsigned shift;
-    uint64_t count;
-    uint32_t rails;
-    uint64_t keys[]; /* rail by rail */
-} pk_target;
-
-/* One write under way. The first 64 bytes are the provider's until its completion has come. */
-typedef struct pk_op {
-    _Alignas(64) unsigned char context[64];
-    pk_ticket *ticket;  /* NULL: not under way */
-    uint64_t length;
-    uint32_t rail;
-    bool completed;
-    struct pk_op *next;
-    struct pk_op *previous;
-} pk_op;
-
-/* Ours for one peer on one rail. */
-typedef struct {
-    struct fid_ep *ep;
-    struct fid_av *av;
-    fi_addr_t destination;
-    uint32_t outstanding;
-    int64_t retry_at; /* nanoseconds; the provider put us off until then */
-    int64_t retry_delay;
-} pk_endpoint;
-
-struct pk_peer {
-    uint64_t id;
-    bool fencing;       /* [lock] */
-    bool connecting;    /* [lock] */
-    bool connected;     /* [lock] */
-    uint32_t rails;     /* that both sides have; stays as it is once the peer is connected */
-    pk_target *targets; /* [lock] */
-    /* All below: [progress] */
-    uint32_t turn; /* the rail to look at first */
-    pk_op *ops;
-    pk_ticket *first;  /* with writes left to post */
-    pk_ticket *last;
-    pk_ticket *draining;  /* all that will be posted is posted */
-    pk_peer *next;        /* all peers */
-    pk_peer *previous;
-    pk_endpoint endpoints[]; /* one per rail */
-};
-
-int pk_rail_open(pk_rail *rail, const pk_library *library, const pk_options *options, struct fi_info *info,
-                 pk_failure *failure);
-void pk_rail_close(pk_rail *rail, const pk_library *library);
-
-/* ---- endpoint.c: a peer's endpoints ---- */
-
-int pk_endpoints_open(pk_core *core, pk_peer *peer, pk_contact *contacts, pk_failure *failure);
-int pk_endpoints_connect(pk_core *core, pk_peer *peer, const pk_contact *contacts, pk_failure *failure);
-/* May be called again after a failure. */
-int pk_endpoints_close(pk_core *core, pk_peer *peer, pk_failure *failure);
-
-/* ---- memory.c ---- */
-
-int pk_memory_register(pk_core *core, pk_memory *memory, pk_failure *failure);
-int pk_memory_close(pk_core *core, pk_memory *memory, pk_failure *failure);
-void pk_memory_free(pk_memory *memory);
-uint64_t pk_description_size(const pk_core *core, const pk_memory *memory);
-/* Needs the lock. */
-void pk_targets_free(pk_core *core, pk_peer *peer);
 
 /* Needs the lock. NULL, with the failure told, unless the peer may be used. */
 pk_peer *pk_usable_peer(pk_core *core, uint64_t id, pk_failure *failure);
@@ -278,6 +128,7 @@ struct pk_core {
     uint32_t rail_count;
     uint64_t stripe;
     uint64_t most_registered;
+    bool flush;
     pthread_t thread;
     int wake_fd;  /* eventfd */
 
@@ -302,6 +153,8 @@ struct pk_core {
     uint64_t events_first;
     uint64_t events_count;
     uint64_t events_owed;
+    pk_event *held; /* arrivals that are told after a flush, oldest first; room for as many as are owed */
+    uint64_t held_count;
     bool woken;
     pk_counters counters;
 
@@ -311,7 +164,11 @@ struct pk_core {
     pk_op *free_ops;
     struct pk_op_chunk *chunks;
     uint64_t unposted;     /* tickets with writes left to post */
-    uint64_t outstanding;  /* writes */
+    uint64_t outstanding;  /* writes, and reads of a flush */
+    uint64_t warming;      /* endpoints */
+    pk_peer *self;         /* endpoints to ourselves, for flushes; NULL without */
+    uint64_t flushed;      /* arrivals held that the flush under way is for */
+    uint64_t flushing;     /* reads under way */
     uint64_t retries;
     bool expecting;        /* as of the last look under the lock */
     uint32_t quiet_rounds;
@@ -336,8 +193,24 @@ void pk_ticket_rotate(pk_ticket *ticket);
 /* post.c */
 uint64_t pk_post(pk_core *core);
 
-/* op.c */
-pk_op *pk_op_take(pk_core *core, pk_ticket *ticket, uint32_t rail, uint64_t length);
+/* The provider has put us off: when to try that endpoint again. */
+void pk_put_off(pk_core *core, pk_endpoint *endpoint, int64_t now);
+
+/* warm.c: making the way to a new peer ready */
+uint64_t pk_warm_up(pk_core *core);
+void pk_warm_up_begin(pk_core *core, pk_endpoint *endpoint, const pk_contact *contact);
+void pk_warm_up_done(pk_core *core, pk_endpoint *endpoint, bool good);
+void pk_warm_up_end(pk_core *core, pk_endpoint *endpoint);
+
+/* flush.c: reading from a device, so that it sees what has arrived before anybody is told */
+int pk_flush_open(pk_core *core, pk_failure *failure);
+uint64_t pk_flush(pk_core *core);
+void pk_flush_done(pk_core *core, pk_op *op, bool good);
+/* Wait for the reads under way, since memory is about to go. */
+void pk_flush_wait(pk_core *core);
+
+/* op.c; ticket is NULL for what is no write */
+pk_op *pk_op_take(pk_core *core, pk_op_kind kind, pk_peer *peer, pk_ticket *ticket, uint32_t rail, uint64_t length);
 void pk_op_release(pk_core *core, pk_op *op);
 bool pk_op_known(const pk_core *core, const pk_op *op);
 void pk_ops_free(pk_core *core);

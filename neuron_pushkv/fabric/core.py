@@ -61,6 +61,15 @@ class RawEvent:
 
 
 @dataclass(frozen=True)
+class Contact:
+    """Where a peer finds an endpoint: its address, and remote address and key of its door (see ``warm.c``)."""
+
+    address: bytes
+    door: int
+    key: int
+
+
+@dataclass(frozen=True)
 class Receipt:
     """What :meth:`Core.write` started."""
 
@@ -111,12 +120,14 @@ class Core:
         if code != self.lib.PK_OK:
             raise TransportError(self._text(failure.text))
 
-    def register(self, address: int, length: int, interface: int = SYSTEM_MEMORY) -> tuple[int, bytes]:
+    def register(
+        self, address: int, length: int, interface: int = SYSTEM_MEMORY, device: int = -1
+    ) -> tuple[int, bytes]:
         """Returns a handle, and what a peer passes to :meth:`attach`. Raises :class:`RegistrationError`."""
         ffi, lib = self.ffi, self.lib
         memory, size = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         failure = ffi.new("pk_failure *")
-        code = lib.pk_register(self._handle, address, length, interface, memory, size, failure)
+        code = lib.pk_register(self._handle, address, length, interface, device, memory, size, failure)
         if code == lib.PK_CLOSED:
             raise TransportError(self._text(failure.text))
         if code != lib.PK_OK:
@@ -133,23 +144,25 @@ class Core:
         failure = self.ffi.new("pk_failure *")
         self._check(self.lib.pk_deregister(self._handle, memory, failure), failure)
 
-    def open_peer(self) -> tuple[int, list[bytes]]:
-        """Returns the peer and its endpoints' addresses, rail by rail. Raises :class:`TransportError`."""
+    def open_peer(self) -> tuple[int, list[Contact]]:
+        """Returns the peer, and its endpoints rail by rail. Raises :class:`TransportError`."""
         ffi = self.ffi
         peer = ffi.new("uint64_t *")
         contacts = ffi.new("pk_contact[]", len(self.facts.nics))
         failure = ffi.new("pk_failure *")
         self._check(self.lib.pk_open_peer(self._handle, peer, contacts, failure), failure)
-        return peer[0], [bytes(ffi.buffer(contact.address, contact.size)) for contact in contacts]
+        return peer[0], [
+            Contact(bytes(ffi.buffer(contact.address, contact.size)), contact.door, contact.key) for contact in contacts
+        ]
 
-    def connect(self, peer: int, addresses: Sequence[bytes]) -> None:
+    def connect(self, peer: int, contacts: Sequence[Contact]) -> None:
         """Raises :class:`TransportError`."""
-        contacts = self.ffi.new("pk_contact[]", len(addresses))
-        for contact, address in zip(contacts, addresses, strict=True):
-            contact.size = len(address)
-            self.ffi.memmove(contact.address, address, min(len(address), self.lib.PK_ADDRESS_ROOM))
+        table = self.ffi.new("pk_contact[]", len(contacts))
+        for entry, contact in zip(table, contacts, strict=True):
+            entry.size, entry.door, entry.key = len(contact.address), contact.door, contact.key
+            self.ffi.memmove(entry.address, contact.address, min(len(contact.address), self.lib.PK_ADDRESS_ROOM))
         failure = self.ffi.new("pk_failure *")
-        self._check(self.lib.pk_connect(self._handle, peer, contacts, len(addresses), failure), failure)
+        self._check(self.lib.pk_connect(self._handle, peer, table, len(contacts), failure), failure)
 
     def attach(self, peer: int, description: bytes) -> int:
         """Returns the target. Raises :class:`TransportError`."""
@@ -246,6 +259,12 @@ class Core:
         counters = self.ffi.new("pk_counters *")
         self.lib.pk_get_counters(self._handle, counters)
         return {name: getattr(counters, name) for name, _ in self.ffi.typeof("pk_counters").fields}
+
+    def rail_bytes(self) -> list[int]:
+        """Bytes of completed writes, rail by rail."""
+        room = self.ffi.new("uint64_t[]", len(self.facts.nics))
+        self.lib.pk_get_rail_bytes(self._handle, room)
+        return list(room)
 
     def close(self) -> None:
         """Ends the progress thread. Idempotent, and nothing in a forked child."""

@@ -6,6 +6,26 @@
 
 #define CLOSE_TRIES 1000
 #define ROUNDS_BEFORE_CLOSE 8
+#define LONGEST_SETTLING 5000000 /* nanoseconds */
+
+static int open_door(const pk_rail *rail, pk_endpoint *endpoint)
+{
+    union {
+        struct fi_mr_attr mr;
+        unsigned char room[PK_ROOM];
+    } attr = {.room = {0}};
+    struct iovec range = {endpoint->door, sizeof endpoint->door};
+
+    memset(endpoint->door[1], 1, PK_LINE);
+    attr.mr.mr_iov = &range;
+    attr.mr.iov_count = 1;
+    attr.mr.access = FI_READ | FI_WRITE | FI_REMOTE_WRITE;
+    attr.mr.requested_key = pk_secret_key(rail);
+    int error = rail->domain->mr->regattr(&rail->domain->fid, &attr, 0, &endpoint->door_mr);
+    if (error)
+        endpoint->door_mr = NULL;
+    return error;
+}
 
 static int open_one(pk_rail *rail, const pk_library *library, pk_endpoint *endpoint, pk_contact *contact,
                     pk_failure *failure)
@@ -45,9 +65,16 @@ static int open_one(pk_rail *rail, const pk_library *library, pk_endpoint *endpo
         what = "fi_getname";
         error = ep->cm->getname(&ep->fid, contact->address, &size);
     }
+    if (!error) {
+        what = "fi_mr_regattr";
+        error = open_door(rail, endpoint);
+    }
     if (error)
         return pk_fail(library, failure, PK_FABRIC, what, error);
     contact->size = size;
+    contact->door = rail->info->domain_attr->mr_mode & FI_MR_VIRT_ADDR ? (uintptr_t)endpoint->door : 0;
+    contact->key = endpoint->door_mr->key;
+    memcpy(endpoint->address, contact->address, sizeof endpoint->address);
     return PK_OK;
 }
 
@@ -72,17 +99,32 @@ int pk_endpoints_connect(pk_core *core, pk_peer *peer, const pk_contact *contact
         if (count != 1)
             return pk_fail(&core->library, failure, PK_FABRIC, "fi_av_insert", count < 0 ? count : 0);
     }
+    for (uint32_t i = 0; i < peer->rails; i++)
+        pk_warm_up_begin(core, &peer->endpoints[i], &contacts[i]);
     return PK_OK;
+}
+
+/* tcp (seen with libfabric 2.5) reads freed memory where an endpoint is closed with its peer's connection request still
+ * to be looked at: have it look first, and give a connection that is being made the time that a living peer needs. */
+static void settle(pk_core *core, const pk_peer *peer)
+{
+    int64_t until = pk_now() + LONGEST_SETTLING;
+    bool warming = true;
+
+    for (int i = 0; i < ROUNDS_BEFORE_CLOSE || (warming && pk_now() < until); i++) {
+        pk_warm_up(core);
+        pk_complete(core, 1);
+        warming = false;
+        for (uint32_t j = 0; j < peer->rails; j++)
+            warming |= peer->endpoints[j].warming && peer->endpoints[j].ep;
+    }
 }
 
 int pk_endpoints_close(pk_core *core, pk_peer *peer, pk_failure *failure)
 {
     int error = 0;
 
-    /* tcp (seen with libfabric 2.5) reads freed memory where an endpoint is closed with its peer's connection request
-     * still to be looked at: have it look first. */
-    for (int i = 0; i < ROUNDS_BEFORE_CLOSE; i++)
-        pk_complete(core, 1);
+    settle(core, peer);
     for (uint32_t i = 0; i < core->rail_count; i++) {
         pk_endpoint *endpoint = &peer->endpoints[i];
         if (!endpoint->ep)
@@ -96,14 +138,18 @@ int pk_endpoints_close(pk_core *core, pk_peer *peer, pk_failure *failure)
         if (error)
             return pk_fail(&core->library, failure, PK_FABRIC, "fi_close of an endpoint", error);
         endpoint->ep = NULL;
+        pk_warm_up_end(core, endpoint);
     }
     /* An endpoint that is closed makes no more completions: what isn't in the queue now never will be. */
     pk_complete(core, -1);
     for (uint32_t i = 0; i < core->rail_count; i++) {
-        struct fid_av *av = peer->endpoints[i].av;
-        if (av)
-            av->fid.ops->close(&av->fid);
-        peer->endpoints[i].av = NULL;
+        pk_endpoint *endpoint = &peer->endpoints[i];
+        if (endpoint->av)
+            endpoint->av->fid.ops->close(&endpoint->av->fid);
+        if (endpoint->door_mr)
+            endpoint->door_mr->fid.ops->close(&endpoint->door_mr->fid);
+        endpoint->av = NULL;
+        endpoint->door_mr = NULL;
     }
     return PK_OK;
 }

@@ -9,7 +9,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <sys/random.h>
 
 #define MAGIC "pkm1"
 #define WHOLE 63 /* shift of what is registered in one part */
@@ -43,7 +42,6 @@ static int register_part(const pk_core *core, const pk_rail *rail, const pk_memo
     } attr = {.room = {0}};
     uint64_t start = index << memory->shift;
     uint64_t length = memory->length - start;
-    size_t key_size = rail->info->domain_attr->mr_key_size;
 
     if (memory->shift < WHOLE && length > 1ULL << memory->shift)
         length = 1ULL << memory->shift;
@@ -52,12 +50,9 @@ static int register_part(const pk_core *core, const pk_rail *rail, const pk_memo
     struct iovec range = {(void *)(uintptr_t)(memory->address + start), length};
     attr.mr.mr_iov = &range;
     attr.mr.iov_count = 1;
-    attr.mr.access = FI_WRITE | FI_REMOTE_WRITE;
+    attr.mr.access = FI_WRITE | FI_REMOTE_WRITE | (core->flush ? FI_REMOTE_READ : 0);
     attr.mr.iface = memory->interface;
-    /* Where the key is ours to choose it is a secret too: whoever has it may write. */
-    if (getrandom(&attr.mr.requested_key, sizeof attr.mr.requested_key, 0) != sizeof attr.mr.requested_key)
-        return -FI_EAGAIN;
-    attr.mr.requested_key >>= key_size && key_size < sizeof attr.mr.requested_key ? 64 - 8 * key_size : 1;
+    attr.mr.requested_key = pk_secret_key(rail);
     int error = rail->domain->mr->regattr(&rail->domain->fid, &attr, 0, &part->mr);
     if (error) {
         part->mr = NULL;

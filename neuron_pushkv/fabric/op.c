@@ -1,4 +1,4 @@
-/* Writes under way: each has the room that the provider wants for its own, and is never moved. */
+/* Operations under way: each has the room that the provider wants for its own, and is never moved. */
 
 #include "core.h"
 
@@ -32,14 +32,14 @@ static bool grow(pk_core *core)
     return true;
 }
 
-pk_op *pk_op_take(pk_core *core, pk_ticket *ticket, uint32_t rail, uint64_t length)
+pk_op *pk_op_take(pk_core *core, pk_op_kind kind, pk_peer *peer, pk_ticket *ticket, uint32_t rail, uint64_t length)
 {
-    pk_peer *peer = ticket->peer;
-
     if (!core->free_ops && !grow(core))
         return NULL;
     pk_op *op = core->free_ops;
     core->free_ops = op->next;
+    op->kind = kind;
+    op->peer = peer;
     op->ticket = ticket;
     op->rail = rail;
     op->length = length;
@@ -50,15 +50,15 @@ pk_op *pk_op_take(pk_core *core, pk_ticket *ticket, uint32_t rail, uint64_t leng
         op->next->previous = op;
     peer->ops = op;
     peer->endpoints[rail].outstanding++;
-    core->outstanding++;
-    ticket->outstanding++;
+    core->outstanding += kind != PK_OP_WARM_UP;
+    if (ticket)
+        ticket->outstanding++;
     return op;
 }
 
 void pk_op_release(pk_core *core, pk_op *op)
 {
-    pk_ticket *ticket = op->ticket;
-    pk_peer *peer = ticket->peer;
+    pk_peer *peer = op->peer;
 
     if (op->previous)
         op->previous->next = op->next;
@@ -67,9 +67,10 @@ void pk_op_release(pk_core *core, pk_op *op)
     if (op->next)
         op->next->previous = op->previous;
     peer->endpoints[op->rail].outstanding--;
-    core->outstanding--;
-    ticket->outstanding--;
-    op->ticket = NULL;
+    core->outstanding -= op->kind != PK_OP_WARM_UP;
+    if (op->ticket)
+        op->ticket->outstanding--;
+    op->kind = PK_OP_FREE;
     op->next = core->free_ops;
     core->free_ops = op;
 }
@@ -79,7 +80,7 @@ bool pk_op_known(const pk_core *core, const pk_op *op)
     for (const pk_op_chunk *chunk = core->chunks; chunk; chunk = chunk->next) {
         uintptr_t offset = (uintptr_t)op - (uintptr_t)chunk->ops;
         if (offset < OPS_PER_CHUNK * sizeof *op && offset % sizeof *op == 0)
-            return op->ticket != NULL;
+            return op->kind != PK_OP_FREE;
     }
     return false;
 }

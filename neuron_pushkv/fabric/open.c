@@ -96,6 +96,7 @@ int pk_open(const pk_options *options, pk_core **opened, pk_failure *failure)
         return pk_fail(NULL, failure, PK_OUT_OF_MEMORY, "no memory for the core", 0);
     core->stripe = options->stripe;
     core->most_registered = options->most_registered;
+    core->flush = options->flush;
     core->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     /* 16 MiB of which only the pages that are used are ever backed by memory */
     core->slots = calloc(PK_SLOTS, sizeof *core->slots);
@@ -108,9 +109,16 @@ int pk_open(const pk_options *options, pk_core **opened, pk_failure *failure)
         code = open_rails(core, options, failure);
     if (!code) {
         describe(core);
-        code = start(core, options->cpu, failure);
+        if (options->flush)
+            code = pk_flush_open(core, failure);
     }
+    if (!code)
+        code = start(core, options->cpu, failure);
     if (code) {
+        pk_failure other;
+        if (core->self)
+            pk_endpoints_close(core, core->self, &other); /* nothing was posted yet */
+        free(core->self);
         for (uint32_t i = 0; i < core->rail_count; i++)
             pk_rail_close(&core->rails[i], &core->library);
         if (core->wake_fd >= 0)
@@ -148,6 +156,7 @@ void pk_free(pk_core *core)
     pthread_mutex_destroy(&core->lock);
     close(core->wake_fd);
     free(core->events);
+    free(core->held);
     free(core->slots);
     free(core);
 }
@@ -161,5 +170,13 @@ void pk_get_counters(pk_core *core, pk_counters *counters)
 {
     pthread_mutex_lock(&core->lock);
     *counters = core->counters;
+    pthread_mutex_unlock(&core->lock);
+}
+
+void pk_get_rail_bytes(pk_core *core, uint64_t *bytes)
+{
+    pthread_mutex_lock(&core->lock);
+    for (uint32_t i = 0; i < core->rail_count; i++)
+        bytes[i] = core->rails[i].bytes;
     pthread_mutex_unlock(&core->lock);
 }

@@ -59,6 +59,7 @@ class Options:
     host: str | None = None
     nics: tuple[str, ...] = ()
     rails: int | None = None
+    flush: bool = False
     cpu: int | None = None
     most_registered: int | None = None
 
@@ -84,6 +85,7 @@ def open_core(module: ModuleType, asked: str, opening: Options) -> Any:
     # All the cards that there are make sense with EFA; elsewhere several would be several ways through one.
     options.rails = opening.rails or (0 if fabric_name or opening.nics else 1)
     options.stripe = STRIPE
+    options.flush = opening.flush
     options.most_registered = opening.most_registered or 0
     options.cpu = -1 if opening.cpu is None else opening.cpu
     out = ffi.new("pk_core **")

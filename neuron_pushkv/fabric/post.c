@@ -20,7 +20,8 @@ static int roomiest(const pk_core *core, const pk_peer *peer, uint64_t closed, i
     for (uint32_t i = 0; i < peer->rails; i++) {
         uint32_t rail = (peer->turn + i) % peer->rails;
         const pk_endpoint *endpoint = &peer->endpoints[rail];
-        if (endpoint->outstanding < least && !(closed >> rail & 1) && endpoint->retry_at <= now && endpoint->ep) {
+        if (endpoint->outstanding < least && !(closed >> rail & 1) && endpoint->retry_at <= now && endpoint->ep &&
+            !endpoint->warming) {
             least = endpoint->outstanding;
             best = (int)rail;
         }
@@ -28,7 +29,7 @@ static int roomiest(const pk_core *core, const pk_peer *peer, uint64_t closed, i
     return best;
 }
 
-static void put_off(pk_core *core, pk_endpoint *endpoint, int64_t now)
+void pk_put_off(pk_core *core, pk_endpoint *endpoint, int64_t now)
 {
     core->retries++;
     /* With writes under way their completions make room. With none it is the way there that isn't ready. */
@@ -63,7 +64,7 @@ static outcome post_one(pk_core *core, pk_ticket *ticket, uint64_t *closed, int6
         return FULL;
     pk_endpoint *endpoint = &peer->endpoints[rail];
     pk_piece piece = pk_ticket_piece(ticket);
-    pk_op *op = pk_op_take(core, ticket, (uint32_t)rail, piece.length);
+    pk_op *op = pk_op_take(core, PK_OP_WRITE, peer, ticket, (uint32_t)rail, piece.length);
     if (!op) {
         pk_ticket_stop(core, ticket, "out of memory for another write");
         return REFUSED;
@@ -77,7 +78,7 @@ static outcome post_one(pk_core *core, pk_ticket *ticket, uint64_t *closed, int6
     }
     pk_op_release(core, op);
     if (error == -FI_EAGAIN) {
-        put_off(core, endpoint, now);
+        pk_put_off(core, endpoint, now);
         *closed |= 1ULL << rail;
         return PUT_OFF;
     }

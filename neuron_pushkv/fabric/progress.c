@@ -50,7 +50,7 @@ static int64_t longest_nap(const pk_core *core)
 {
     bool announced = core->facts.waits;
 
-    if (core->unposted)
+    if (core->unposted || core->flushed || core->warming)
         return NAP_WITH_WRITES_TO_POST;
     if (core->outstanding)
         return announced ? NAP_WHEN_ANNOUNCED : NAP_WITH_WRITES_UNDER_WAY;
@@ -62,7 +62,7 @@ static int64_t longest_nap(const pk_core *core)
 static void nap(pk_core *core)
 {
     bool announced = core->facts.waits;
-    bool busy = core->unposted || core->outstanding || core->expecting;
+    bool busy = core->unposted || core->outstanding || core->expecting || core->flushed || core->warming;
     struct pollfd fds[1 + PK_MOST_RAILS] = {{core->wake_fd, POLLIN, 0}};
     int64_t longest = longest_nap(core);
     struct timespec time;
@@ -73,7 +73,7 @@ static void nap(pk_core *core)
             sched_yield();
         return;
     }
-    if (announced && !core->unposted)
+    if (announced && longest > NAP_WITH_WRITES_TO_POST)
         core->nap = longest;
     else
         core->nap = core->nap ? 2 * core->nap : SHORTEST_NAP;
@@ -87,7 +87,8 @@ static void nap(pk_core *core)
         fds[1 + i] = (struct pollfd){rail->wait_fd, POLLIN, 0};
     }
     pthread_mutex_lock(&core->lock);
-    bool sleep = !core->requests && !core->closing && core->expecting == (core->expected > 0);
+    bool sleep = !core->requests && !core->closing && core->expecting == (core->expected > 0) &&
+                 core->flushed == core->held_count;
     core->sleeping = sleep;
     core->counters.sleeps += sleep;
     pthread_mutex_unlock(&core->lock);
@@ -179,6 +180,10 @@ void *pk_progress(void *argument)
             break;
         uint64_t moved = core->unposted ? pk_post(core) : 0;
         moved += pk_complete(core, 8);
+        if (core->warming)
+            moved += pk_warm_up(core);
+        if (core->flush)
+            moved += pk_flush(core);
         if (moved || asked) {
             core->quiet_rounds = 0;
             core->nap = 0;

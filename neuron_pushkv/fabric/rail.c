@@ -3,6 +3,7 @@
 #include "core.h"
 
 #include <string.h>
+#include <sys/random.h>
 
 static void close_fid(struct fid *fid)
 {
@@ -27,6 +28,16 @@ static int open_queue(pk_rail *rail, int wait_object)
     else if (wait_object == FI_WAIT_FD && !rail->cq->fid.ops->control(&rail->cq->fid, FI_GETWAIT, &fd))
         rail->wait_fd = fd;
     return error;
+}
+
+uint64_t pk_secret_key(const pk_rail *rail)
+{
+    size_t size = rail->info->domain_attr->mr_key_size;
+    uint64_t key = 0;
+
+    while (getrandom(&key, sizeof key, 0) != sizeof key)
+        ; /* only a signal cuts it short, and only before the machine has gathered any randomness */
+    return size && size < sizeof key ? key >> (64 - 8 * size) : key >> 1;
 }
 
 int pk_rail_open(pk_rail *rail, const pk_library *library, const pk_options *options, struct fi_info *info,

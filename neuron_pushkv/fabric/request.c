@@ -58,6 +58,7 @@ static int do_register(pk_core *core, pk_request *request)
 
 static int do_deregister(pk_core *core, pk_request *request)
 {
+    pk_flush_wait(core);
     int code = pk_memory_close(core, request->memory, request->failure);
 
     if (!code)

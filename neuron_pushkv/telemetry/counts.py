@@ -15,7 +15,7 @@ MAX_SAMPLES = 1 << 14
 Gauge: TypeAlias = Literal["parked_bytes", "parked_requests", "open_receives", "open_sends", "staging_bytes"]
 
 GAUGES: Mapping[Gauge, str] = {
-    "parked_bytes": "Bytes of finished KV that is kept for receivers.",
+    "parked_bytes": "Bytes of finished KV that is kept for receivers, on one rank.",
     "parked_requests": "Finished requests whose KV is kept for receivers.",
     "open_receives": "Deliveries to this engine that have not ended.",
     "open_sends": "Deliveries from this engine that have not ended.",

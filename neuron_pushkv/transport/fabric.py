@@ -13,7 +13,7 @@ from threading import Lock
 
 from neuron_pushkv.device.base import Memory, MemoryKind, ReadyWord
 from neuron_pushkv.errors import FabricError, RegistrationError, TransportError
-from neuron_pushkv.fabric.core import Core, EventKind
+from neuron_pushkv.fabric.core import Contact, Core, EventKind
 from neuron_pushkv.fabric.opening import Options
 from neuron_pushkv.transport.base import (
     Arrived,
@@ -29,7 +29,7 @@ from neuron_pushkv.transport.base import (
 )
 
 _ADDRESS = struct.Struct("<4sIIHH")  # magic, address format, process, bytes of provider, rails
-_RAIL = struct.Struct("<H")  # bytes of that rail's address
+_RAIL = struct.Struct("<HQQ")  # bytes of that rail's address; remote address and key of its door
 logger = logging.getLogger(__name__)
 
 OVER_RXM = "tcp;ofi_rxm"
@@ -45,9 +45,11 @@ class FabricTransport(Transport):
 
     ``host`` is the address of this machine that tcp binds to. ``nics`` are the network cards to use, by libfabric's
     names of their domains (EFA's without what follows the dash); by default all of EFA's, one of others'. There is one
-    rail for each of them, or ``rails`` in all, over the cards in turn. ``core`` is the CPU core for the progress
-    thread. Registrations of more than ``most_registered`` bytes are refused as some drivers do, which is for tests.
-    Raises :class:`~neuron_pushkv.errors.FabricError`.
+    rail for each of them, or ``rails`` in all, over the cards in turn. With ``flush`` an arrival is told only when
+    memory of each device has been read from over every rail that received, which is what a device needs that may not
+    see at once what a card has written. ``core`` is the CPU core for the progress thread. Registrations of more than
+    ``most_registered`` bytes are refused as some drivers do, which is for tests. Raises
+    :class:`~neuron_pushkv.errors.FabricError`.
 
     One thing that libfabric does not give us everywhere: over shm, a write with a wrong key or outside its bounds is
     dropped by the target, as it must be, but its sender is told that it was written (2.5), or nothing at all (1.17).
@@ -62,17 +64,19 @@ class FabricTransport(Transport):
         *,
         nics: tuple[str, ...] = (),
         rails: int | None = None,
+        flush: bool = False,
         core: int | None = None,
         most_registered: int | None = None,
     ) -> None:
         if provider == "tcp" and host in _WILDCARDS:
             raise FabricError(f"provider 'tcp' needs the address that peers reach this machine at, not '{host}'")
         bound = host if provider == "tcp" else None
-        self.core = Core(provider, Options(library, bound, nics, rails, core, most_registered))
+        self.core = Core(provider, Options(library, bound, nics, rails, flush, core, most_registered))
         self.library = f"libfabric {self.core.facts.version}"
         self.provider = self.core.facts.fabric if provider == "efa-direct" else self.core.facts.provider
         # EFA's endpoint is gone at once, but the card may still be at work on a packet that has arrived.
         self.fence_is_final = not self.provider.startswith("efa")
+        self.flushes = flush
         self._lock = Lock()
         self._closed = False
         self._addresses: dict[Peer, bytes] = {}
@@ -101,7 +105,7 @@ class FabricTransport(Transport):
         """Host memory only, so far. Raises :class:`RegistrationError`."""
         if memory.kind is not MemoryKind.HOST:
             raise RegistrationError(f"{memory.kind} memory can't be registered yet; only host memory can")
-        handle, description = self.core.register(memory.address, memory.length)
+        handle, description = self.core.register(memory.address, memory.length, device=memory.ordinal)
         return Registration(handle, memory, description)
 
     def deregister(self, registration: Registration) -> None:
@@ -114,26 +118,28 @@ class FabricTransport(Transport):
         again: list[Peer] = []
         try:
             while True:
-                peer, addresses = self.core.open_peer()
+                peer, contacts = self.core.open_peer()
+                addresses = [contact.address for contact in contacts]
                 with self._lock:
                     if self._used.keys().isdisjoint(addresses) or len(again) == _REMEMBERED:
                         self._used.update(dict.fromkeys(addresses))
                         while len(self._used) > _REMEMBERED:
                             self._used.popitem(last=False)
-                        self._addresses[peer] = self._wrap(addresses)
+                        self._addresses[peer] = self._wrap(contacts)
                         return peer
                 again.append(peer)
         finally:
             for other in again:
                 self.core.fence(other)
 
-    def _wrap(self, addresses: Sequence[bytes]) -> bytes:
+    def _wrap(self, contacts: Sequence[Contact]) -> bytes:
         provider = self.provider.encode()
-        head = _ADDRESS.pack(_MAGIC, self.core.facts.address_format, os.getpid(), len(provider), len(addresses))
-        body = head + provider + b"".join(_RAIL.pack(len(address)) + address for address in addresses)
+        head = _ADDRESS.pack(_MAGIC, self.core.facts.address_format, os.getpid(), len(provider), len(contacts))
+        rails = (_RAIL.pack(len(one.address), one.door, one.key) + one.address for one in contacts)
+        body = head + provider + b"".join(rails)
         return body + zlib.crc32(body).to_bytes(4, "little")
 
-    def _unwrap(self, wrapped: bytes) -> list[bytes]:
+    def _unwrap(self, wrapped: bytes) -> list[Contact]:
         body = wrapped[:-4]
         try:
             if zlib.crc32(body).to_bytes(4, "little") != wrapped[-4:]:
@@ -141,11 +147,12 @@ class FabricTransport(Transport):
             magic, address_format, process, provider_size, rails = _ADDRESS.unpack_from(body)
             place = _ADDRESS.size + provider_size
             provider = body[_ADDRESS.size : place].decode(errors="replace")
-            addresses = []
+            contacts = []
             for _ in range(rails):
-                (size,) = _RAIL.unpack_from(body, place)
-                addresses.append(body[place + _RAIL.size : place + _RAIL.size + size])
-                place += _RAIL.size + size
+                size, door, key = _RAIL.unpack_from(body, place)
+                place += _RAIL.size
+                contacts.append(Contact(body[place : place + size], door, key))
+                place += size
             if magic != _MAGIC or place != len(body):
                 raise struct.error
         except struct.error as error:
@@ -158,7 +165,7 @@ class FabricTransport(Transport):
         if provider == "shm" and process == os.getpid():
             # Its endpoints find each other's memory by name, and keep using it when the other is closed.
             raise TransportError("shm can't connect two endpoints of one process; use tcp or the loopback transport")
-        return addresses
+        return contacts
 
     def address(self, peer: Peer) -> bytes:
         """Raises :class:`TransportError` if the peer is fenced or was never opened."""
@@ -237,6 +244,10 @@ class FabricTransport(Transport):
             errors=extra.pop("errors"),
             extra=extra,
         )
+
+    def rail_bytes(self) -> list[int]:
+        """Bytes written so far, rail by rail: how well they share the work."""
+        return self.core.rail_bytes()
 
     def close(self) -> None:
         """Waits for the progress thread."""

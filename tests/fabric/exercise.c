@@ -1,7 +1,7 @@
 /* Drives the native core from C, so that a sanitizer can watch: exercise LIBRARY PROVIDER
  *
- * Two cores exchange data, count, cancel, fence with writes under way, and close with writes under way, from several
- * threads. shm can't connect endpoints of one process, so there the second core is a forked child's, which writes too.
+ * Two cores exchange data over several rails, in stripes and parts, count, flush, cancel, fence with writes under way,
+ * and close with writes under way, from several threads. shm can't connect endpoints of one process, so there the second core is a forked child's, which writes too.
  * Exits 0 if all went as it must.
  */
 
@@ -53,16 +53,16 @@ typedef struct {
 
 static pk_failure failure;
 
-static void open_side(side *s, const char *library, const char *provider)
+static void open_side(side *s, const char *library, const char *provider, bool flush)
 {
     pk_options options = {.library = library, .provider = provider, .host = strcmp(provider, "tcp") ? NULL : "127.0.0.1",
                           .least_version = FI_VERSION(1, 17), .api_version = FI_VERSION(1, 22), .tx_depth = 64, .rails = RAILS,
-                          .stripe = 1500, .most_registered = SIZE / 4, .cpu = -1};
+                          .stripe = 1500, .most_registered = SIZE / 4, .cpu = -1, .flush = flush};
     memset(s, 0, sizeof *s);
     CHECK(pk_open(&options, &s->core, &failure) == PK_OK);
     s->data = malloc(SIZE);
     memset(s->data, 7, SIZE);
-    CHECK(pk_register(s->core, (uintptr_t)s->data, SIZE, 0, &s->memory, &s->own.size, &failure) == PK_OK);
+    CHECK(pk_register(s->core, (uintptr_t)s->data, SIZE, 0, -1, &s->memory, &s->own.size, &failure) == PK_OK);
     CHECK(s->own.size <= sizeof s->own.bytes);
     CHECK(pk_describe(s->core, s->memory, s->own.bytes, &failure) == PK_OK);
 }
@@ -219,12 +219,17 @@ static void within_one_process(const char *library, const char *provider)
 {
     side a, b;
 
-    open_side(&a, library, provider);
-    open_side(&b, library, provider);
+    open_side(&a, library, provider, false);
+    open_side(&b, library, provider, true);
     CHECK(!pk_expect(b.core, 0, 0, &failure));
     CHECK(!pk_goal(b.core, 0, 0, 20, &failure));
     attack(&a, renew_within, &b);
     CHECK(pk_count(b.core, 0, 0) >= 20);
+    pk_event event;
+    pk_counters counters;
+    CHECK(pk_poll(b.core, &event, 1, 5000000000) == 1 && event.kind == PK_ARRIVED);
+    pk_get_counters(b.core, &counters);
+    CHECK(counters.flushes);
     close_side(&a);
     close_side(&b);
 }
@@ -254,7 +259,7 @@ static void serve(const char *library, const char *provider, meeting *both)
 {
     side b;
 
-    open_side(&b, library, provider);
+    open_side(&b, library, provider, false);
     CHECK(!pk_expect(b.core, 0, 0, &failure));
     both[1].memory = b.own;
     __atomic_store_n(&both[0].stage, 1, __ATOMIC_RELEASE);
@@ -285,7 +290,7 @@ static void across_processes(const char *library, const char *provider)
     pid_t child = fork(); /* before anybody has opened anything */
     if (!child)
         serve(library, provider, both);
-    open_side(&a, library, provider);
+    open_side(&a, library, provider, false);
     await(&both[0].stage, 1);
     attack(&a, renew_across, both);
     close_side(&a);
@@ -306,7 +311,7 @@ static void *meddle(void *argument)
 
     for (;;) {
         if (pk_open_peer(s->core, &peer, contacts, &why) || pk_fence(s->core, peer, &why) ||
-            pk_register(s->core, (uintptr_t)room, sizeof room, 0, &memory, &size, &why) ||
+            pk_register(s->core, (uintptr_t)room, sizeof room, 0, -1, &memory, &size, &why) ||
             pk_deregister(s->core, memory, &why) || pk_poll(s->core, &event, 1, 0) < 0)
             break;
     }
@@ -318,7 +323,7 @@ static void close_under_way(const char *library, const char *provider)
     pthread_t threads[THREADS];
     side s;
 
-    open_side(&s, library, provider);
+    open_side(&s, library, provider, strcmp(provider, "shm"));
     for (int i = 0; i < THREADS; i++)
         pthread_create(&threads[i], NULL, meddle, &s);
     usleep(30000);

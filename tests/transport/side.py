@@ -40,6 +40,9 @@ PATIENCE = 20.0
 Window = bytes
 """What a peer must know of a side's buffer: its registration's description."""
 
+Options = tuple[tuple[str, Any], ...]
+"""Named arguments of :class:`FabricTransport`."""
+
 Run = tuple[int, int, int]
 """Offset in our buffer, offset in the other's, length."""
 
@@ -158,7 +161,7 @@ def eventually(condition: Callable[[], bool], what: str, patience: float = PATIE
 class FarSide:
     """A side in a process of its own. Has the methods of :class:`NearSide` whose arguments can travel."""
 
-    def __init__(self, provider: str, library: Path | None) -> None:
+    def __init__(self, provider: str, library: Path | None, options: Options) -> None:
         self._pipe, theirs = Pipe()
         with theirs:
             self.process = subprocess.Popen(
@@ -166,11 +169,11 @@ class FarSide:
                 pass_fds=[theirs.fileno()],
                 cwd=Path(__file__).parents[2],
             )
-        self.reopen(provider, library)
+        self.reopen(provider, library, options)
 
-    def reopen(self, provider: str, library: Path | None) -> None:
+    def reopen(self, provider: str, library: Path | None, options: Options) -> None:
         """Close the transport in there, if any, and open another."""
-        self._call("reopen", provider, library)
+        self._call("reopen", provider, library, options)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         self._pipe.send((name, arguments))
@@ -212,10 +215,19 @@ class FarSide:
                 self.kill()
 
 
-def serve(pipe: Connection) -> None:
-    """Carry out what comes through ``pipe`` until it is closed."""
+def open_transport(provider: str, library: Path | None = None, options: Options = ()) -> Transport:
+    """The transport of that provider; ``library`` and ``options`` are libfabric's."""
+    if provider.startswith("nixl/"):
+        from neuron_pushkv.transport.nixl import NixlTransport
+
+        return NixlTransport(provider.removeprefix("nixl/"))
     from neuron_pushkv.transport.fabric import FabricTransport
 
+    return FabricTransport(provider, library, **dict(options))
+
+
+def serve(pipe: Connection) -> None:
+    """Carry out what comes through ``pipe`` until it is closed."""
     side: NearSide | None = None
     while True:
         try:
@@ -226,7 +238,7 @@ def serve(pipe: Connection) -> None:
             if name == "reopen":
                 if side is not None:
                     side.close()
-                side = NearSide(FabricTransport(*arguments))
+                side = NearSide(open_transport(*arguments))
                 answer = None
             else:
                 answer = getattr(side, name)(*arguments)
