@@ -32,8 +32,8 @@ SETTINGS = {
 }
 SILENCE_SECONDS = 25.0
 """Longer than any deadline and all that may follow it: a request without a report by then has been forgotten."""
-GUARDED = 48
-"""Blocks of the next owner that are watched before they are used again."""
+GUARDED = 12
+"""Next owners of blocks that are watched before these are used again."""
 WARM = 2000
 """Reports after which memory is not to grow any more."""
 MOST_OBJECTS, MOST_NATIVE = 5000, 1 << 20
@@ -85,7 +85,7 @@ class Engine:
     sources: dict[str, Source] = field(default_factory=dict)
     awaited: dict[str, Awaited] = field(default_factory=dict)
     intended: dict[str, Intended] = field(default_factory=dict)
-    guarded: deque[tuple[int, int]] = field(default_factory=deque)
+    guarded: deque[tuple[int, list[int]]] = field(default_factory=deque)
     reports: int = 0
     warm: list[int] = field(default_factory=list)
     latest: list[int] = field(default_factory=list)
@@ -257,19 +257,18 @@ class Soak:
 
     def guard(self, engine: Engine, blocks: list[int]) -> None:
         """They belong to somebody else now; the longest guarded ones must be untouched, and are free again."""
-        for block in blocks:
-            self.owners += 1
-            engine.side.do("fill", self.owners, [block])
-            engine.guarded.append((self.owners, block))
+        self.owners += 1
+        engine.side.do("fill", self.owners, blocks)
+        engine.guarded.append((self.owners, blocks))
         self.release(engine, GUARDED)
 
     def release(self, engine: Engine, left: int) -> None:
-        """Check and free all guarded blocks but so many."""
+        """Check and free the blocks of all guarded owners but so many."""
         while len(engine.guarded) > left:
-            owner, block = engine.guarded.popleft()
-            if not engine.side.do("holds", owner, [block]):
-                raise Wrong(f"block {block} of {engine.name} was written to after its report")
-            engine.free.append(block)
+            owner, blocks = engine.guarded.popleft()
+            if not engine.side.do("holds", owner, blocks):
+                raise Wrong(f"one of the blocks {blocks} of {engine.name} was written to after its report")
+            engine.free += blocks
 
     def take(self, engine: Engine, count: int) -> list[int]:
         """That many free blocks, anywhere."""
