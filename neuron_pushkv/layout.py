@@ -28,7 +28,7 @@ ROWS = "rows"
 """The kernel name of caches that keep each head's tokens as plain rows, whoever wrote them."""
 
 
-class Region(msgspec.Struct, frozen=True):
+class Region(msgspec.Struct, frozen=True, array_like=True):
     """One part of one layer. Strides and sizes are in bytes; ``address`` is virtual, and means nothing to a peer."""
 
     layer: Text
@@ -66,7 +66,7 @@ class Region(msgspec.Struct, frozen=True):
         return self.heads * self.row_bytes * (block_size if self.token_stride else 1)
 
 
-class Group(msgspec.Struct, frozen=True):
+class Group(msgspec.Struct, frozen=True, array_like=True):
     """Layers that share block tables. ``block_size`` is in tokens; ``window`` too: older ones are not kept (0: all)."""
 
     block_size: Size

@@ -89,14 +89,15 @@ class SpanTable(Sequence[Span]):
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """Every span times every run; the native core expands it. ``runs`` is (n, 3): local offset, remote offset, bytes."""
+    """Every span times every run; the native core expands it. ``runs``: (n, 3) local offset, remote offset, bytes."""
 
     spans: SpanTable
     runs: Table
 
     def __post_init__(self) -> None:
-        if self.runs.dtype != np.uint64 or self.runs.ndim != 2 or self.runs.shape[1] != 3:
-            raise ValueError("runs is an array of 64-bit (local offset, remote offset, length) rows")
+        runs = self.runs
+        if runs.dtype != np.uint64 or runs.ndim != 2 or runs.shape[1] != 3 or not runs.flags.c_contiguous:
+            raise ValueError("runs is a contiguous array of 64-bit (local offset, remote offset, length) rows")
 
     @property
     def writes(self) -> int:
@@ -173,6 +174,8 @@ class Transport(ABC):
     """What does the work, for people: "libfabric 2.5"; "none" where it is this package alone."""
     fence_is_final: bool
     """Whether nothing can be under way in the network after a fence; otherwise a quarantine follows."""
+    flushes: bool = False
+    """Whether an arrival is told only when the device is sure to see what has arrived."""
 
     @abstractmethod
     def register(self, memory: Memory) -> Registration:
@@ -207,7 +210,11 @@ class Transport(ABC):
 
     @abstractmethod
     def write(self, peer: Peer, batch: Batch, immediate: int, ready: ReadyWord | None = None) -> Ticket:
-        """Start writing. Never blocks on queue depth. Source memory must stay as it is until the ticket has ended."""
+        """Start writing. Never blocks on queue depth. Source memory must stay as it is until the ticket has ended.
+
+        Raises :class:`TransportError`, and writes nothing, for a peer that isn't connected and for runs that leave the
+        registered memory here or the attached memory there.
+        """
 
     @abstractmethod
     def cancel(self, ticket: int) -> None:

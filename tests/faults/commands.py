@@ -41,8 +41,9 @@ class Some(Fault):
 
 def cut(side: Side, chance: random.Random) -> int:
     """Cut one of its connections to other workers, as a network does: without a word. How many were cut."""
-    core = side.engine._node._core
-    links = [core.links[connection] for connection in list(side.engine._links._links) if connection in core.links]
+    core = side.engine._contacts._node._core
+    peers = list(side.engine._contacts.links._links)
+    links = [core.links[connection] for connection in peers if connection in core.links]
     if not links:
         return 0
     transport = chance.choice(links)._transport

@@ -101,7 +101,7 @@ def test_restarts_under_load(new_process: Callable[..., RemoteSide]) -> None:
                 steady.step(StepOrders(finished=(Finish(f"n{round_}", kept=False),)))
             else:
                 assert not steady.await_report(f"n{round_}", 2.0)
-            until(lambda: len(steady.engine._links) == 0, "the end of the connection")
+            until(lambda: len(steady.engine._contacts.links) == 0, "the end of the connection")
             extra = steady.transport.counters().extra
             assert (extra["peers"], extra["tickets"]) == (0, 0)
             counts.append((extra["memories"], extra["outstanding"], threading.active_count()))

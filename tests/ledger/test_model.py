@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from neuron_pushkv.orders import Offer, Ready
 
-from .pair import BLOCK, Pair, content
+from .pair import BLOCK, Pair, content, sources, targets
 
 PROMPTS = st.integers(1, 2)
 TRANSFERS = st.sampled_from(["", "t1", "t2", "t3"])
@@ -107,7 +107,7 @@ class Lives(RuleBasedStateMachine):
         """Writes that read its blocks end first, as the engine sees to."""
         self.pair.sender(self.pair.outbound.drain(name))
         for ticket, write in list(self.pair.tickets.items()):
-            if ticket in self.pair.tickets and self.holds[write.source[0]][0] == name:
+            if ticket in self.pair.tickets and self.holds[sources(write)[0]][0] == name:
                 self.end(ticket, in_doubt=False)
         assert not self.pair.outbound.reading(name)
         self.taken_back |= set(self.tables[name])
@@ -124,8 +124,8 @@ class Lives(RuleBasedStateMachine):
         start = BLOCK if hit and tokens > BLOCK else 0
         self.asked[name] = (prompt, start, tokens)
         self.pair.receive(name, transfer, start, tokens, prompt)
-        delivery = self.pair.inbound._by_request[name]
-        self.waiting[name] = (delivery.connection, delivery.slot, delivery.epoch)
+        (part,) = self.pair.inbound._by_request[name].parts
+        self.waiting[name] = (part.connection, part.slot, part.epoch)
         self.ends[self.waiting[name]] = tokens
 
     @precondition(lambda self: self.prompts)
@@ -244,7 +244,7 @@ class Lives(RuleBasedStateMachine):
             target: self.holds[source]
             for ticket, write in self.pair.all_writes.items()
             if write.key == key and self.landed.get(ticket, 0) == self.pair.writes
-            for source, target in zip(write.source, write.target, strict=True)
+            for source, target in zip(sources(write), targets(write), strict=True)
         }
         prompt, start, end = self.asked[name]
         positions = [written[target][1] for target in sorted(written)]
@@ -256,12 +256,12 @@ class Lives(RuleBasedStateMachine):
         assert len(self.pair.freed) == len(set(self.pair.freed))
         freed = {block for name in self.pair.freed for block in self.tables[name]}
         for write in self.pair.tickets.values():
-            assert not (freed | self.taken_back) & set(write.source)
+            assert not (freed | self.taken_back) & set(sources(write))
 
     @invariant()
     def nothing_is_pushed_before_it_is_computed(self) -> None:
         for write in list(self.pair.all_writes.values())[self.checked_writes :]:
-            for block in write.source:
+            for block in sources(write):
                 name, index = self.holds[block]
                 assert self.ready[name] >= min((index + 1) * BLOCK, self.ends[write.key])
         self.checked_writes = len(self.pair.all_writes)
@@ -283,8 +283,8 @@ class Lives(RuleBasedStateMachine):
         assert self.pair.quiet()
         assert set(self.pair.freed) == self.kept
         assert self.pair.outbound.sources == len(self.running)
-        assert not self.pair.outbound._pending
-        assert not self.pair.outbound._per_connection
+        assert not self.pair.outbound._deliveries._waiting
+        assert not self.pair.outbound._deliveries._per_connection
 
 
 TestLives = Lives.TestCase
