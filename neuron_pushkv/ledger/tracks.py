@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from neuron_pushkv.layout import Group
 from neuron_pushkv.ledger.registration import Receiver
 from neuron_pushkv.plan import Move
 from neuron_pushkv.wire import Register
@@ -79,6 +80,8 @@ def tracks(register: Register, receiver: Receiver) -> tuple[Track, ...]:
         found.append(Track(full, start, end, unit, streams=True, next=start))
     for index, group in enumerate(receiver.groups):
         if group.window:
-            first = group.first_token(start, end)
-            found.append(Track((index,), first, end, receiver.units[index], streams=False, next=first))
+            # By units: in larger blocks, the receiver's table may begin before what the sender still has to have.
+            unit = receiver.units[index]
+            first = Group(unit, group.window).first_token(start, end)
+            found.append(Track((index,), first, end, unit, streams=False, next=first))
     return tuple(found)
