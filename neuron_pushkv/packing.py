@@ -9,8 +9,9 @@ writes as large as that; of a block that moves in part each unit comes by itself
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,8 @@ from neuron_pushkv.staging import Extent, Staging
 from neuron_pushkv.transport.base import Product, Registration, Span, SpanTable, Table
 from neuron_pushkv.wire import RemoteRegion
 
+PARTS = 4
+"""Into which the staging memory is divided: one is packed while others are written."""
 AT_ONCE_BYTES = 1 << 18
 """How much is copied by one call: twice as quick as all in one, since what lies between stays in the cache."""
 
@@ -58,7 +61,7 @@ class PackedPlan:
         needed = max((plan.facts.bytes[group] * self._per_block(group) for group in groups), default=0)
         if needed > staging.size:
             raise LayoutError(
-                f"a receiver's block takes {needed} bytes of {staging.size} in the staging memory; make that larger"
+                f"a receiver's block takes {needed} bytes of {staging.size} in the staging memory; raise staging_bytes"
             )
         self._sources = [[self._source(match, group) for match in plan.matches[group]] for group in groups]
         alone = [self._cells_of(group, 1, None) for group in groups]
@@ -68,6 +71,27 @@ class PackedPlan:
             plan.facts.bytes,
             min((int(cell.length.min()) for group_cells in whole for cell in group_cells), default=0),
         )
+
+    def fits(self, moves: Sequence[Move]) -> int:
+        """Up to which token there is room now for all of ``moves``, which begin and end at the same tokens.
+
+        A part of the memory at most, so that what is packed next need not wait for what is being written. It is their
+        end, or a boundary of the receiver's blocks, or where they begin if there is room for nothing.
+        """
+        first, end = moves[0].first, moves[0].end
+        step, size = self._step([move.group for move in moves])
+        room = min(self._staging.largest, max(size, self._staging.size // PARTS))
+        return max(first, min(end, (first // step + room // max(size, 1)) * step))
+
+    @property
+    def least_room(self) -> int:
+        """Bytes without which :meth:`fits` never has room for anything."""
+        return self._step(range(len(self.units)))[1]
+
+    def _step(self, groups: Iterable[int]) -> tuple[int, int]:
+        """Tokens that fill blocks of the receiver's in all of these groups, and their bytes."""
+        step = lcm(*(self.units[group] * self._per_block(group) for group in groups))
+        return step, sum(self._plan.facts.bytes[group] * (step // self.units[group]) for group in groups)
 
     def batch(self, moves: Sequence[Move], layer: str | None = None) -> Packed:
         """Copy as much of ``moves`` as there is room for, in their order, and say which writes bring it over.
@@ -219,25 +243,29 @@ def choose(
     remote: Sequence[RemoteRegion],
     *,
     smallest_write_bytes: int,
-    staging: Staging | None,
+    staging: Callable[[], Staging],
 ) -> PairPlan | PackedPlan:
     """Writes straight from the cache, unless some would be under ``smallest_write_bytes``: then packed in ``staging``.
 
-    Raises :class:`LayoutError` like both plans, and, naming both layouts, if even packed writes would be too small, the
-    cache isn't in host memory, or there is no staging memory.
+    Raises :class:`LayoutError` like both plans, and, naming both layouts, if even packed writes would be too small, or
+    the cache isn't in host memory.
     """
     plan = PairPlan(ours, theirs, heads, registrations, remote)
     smallest = plan.facts.smallest_write
     if not smallest or smallest >= smallest_write_bytes:
         return plan
     elsewhere = {registration.memory.kind for registration in registrations} - {MemoryKind.HOST}
-    if staging is None:
-        why = "there is no staging memory to pack them in"
-    elif elsewhere:
+    if elsewhere:
         why = f"KV in {'+'.join(sorted(elsewhere))} memory can't be packed"
     else:
-        packed = PackedPlan(plan, staging)
+        memory = staging()
+        packed = PackedPlan(plan, memory)
         smallest = packed.facts.smallest_write
+        if packed.least_room > memory.size:
+            raise LayoutError(
+                f"blocks of all groups together take {packed.least_room} bytes of {memory.size} in the staging memory; "
+                f"raise staging_bytes"
+            )
         if smallest >= smallest_write_bytes:
             return packed
         why = "the receiver keeps no more together"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from dataclasses import replace
 
@@ -206,8 +207,13 @@ def test_moves_that_leave_their_tables_take_no_room() -> None:
 # Choosing.
 
 
-def chosen(source: Cache, target: Cache, smallest: int, memory: Staging | None) -> PairPlan | PackedPlan:
-    """With all heads."""
+def unneeded() -> Staging:
+    raise AssertionError("memory was taken that nobody needs")
+
+
+def chosen(source: Cache, target: Cache, smallest: int, room: int | None = None) -> PairPlan | PackedPlan:
+    """With all heads. ``room``: of the staging memory; None if there is to be no need for any."""
+    memory = unneeded if room is None else lambda: staging(room)
     heads = (0, source.layout.heads)
     remote = Receiver(target).remote
     registrations = registered(source)
@@ -218,29 +224,44 @@ def chosen(source: Cache, target: Cache, smallest: int, memory: Staging | None) 
 
 def test_packing_is_chosen_where_writes_would_be_small() -> None:
     heads_first, tokens_first = cache(order="LBHNC", dim_bytes=64), cache(order="LBNHC", dim_bytes=64)
-    assert isinstance(chosen(heads_first, heads_first, 2048, None), PairPlan)
-    assert isinstance(chosen(heads_first, tokens_first, 64, None), PairPlan)
-    assert isinstance(chosen(heads_first, tokens_first, 65, staging(PLENTY)), PackedPlan)
-    assert isinstance(chosen(heads_first, tokens_first, 2048, staging(PLENTY)), PackedPlan)
-    assert isinstance(chosen(heads_first, cache(layers=["elsewhere"]), 2048, None), PairPlan)
+    assert isinstance(chosen(heads_first, heads_first, 2048), PairPlan)
+    assert isinstance(chosen(heads_first, tokens_first, 64), PairPlan)
+    assert isinstance(chosen(heads_first, tokens_first, 65, PLENTY), PackedPlan)
+    assert isinstance(chosen(heads_first, tokens_first, 2048, PLENTY), PackedPlan)
+    assert isinstance(chosen(heads_first, cache(layers=["elsewhere"]), 2048), PairPlan)
+
+
+def test_room_for_one_group_of_several_is_not_enough() -> None:
+    """They go on together, so each step takes a block of all."""
+    source, target = (
+        grouped(*(cache(order=order, dim_bytes=64, layers=[name]) for name in ("a", "b")))
+        for order in ("LBHNC", "LBNHC")
+    )
+    with pytest.raises(LayoutError, match="blocks of all groups together take 8192 bytes of 4096"):
+        chosen(source, target, 65, 4096)
+    packed = chosen(source, target, 65, 8192)
+    assert isinstance(packed, PackedPlan)
+    moves = [Move(group, [1, 2], [3, 4], 0, 0, 32) for group in (0, 1)]
+    assert packed.fits(moves) == 16
+    first = packed.batch([dataclasses.replace(move, end=16) for move in moves])
+    assert not first.rest
+    assert packed.fits([dataclasses.replace(move, first=16) for move in moves]) == 16, "no room"
+    with pytest.raises(LayoutError, match="sender's table"):
+        packed.batch([Move(0, [1], [3, 4], 0, 16, 32)])
 
 
 def test_writes_that_stay_too_small_are_refused_with_both_layouts_and_the_setting() -> None:
     source, target = cache(order="LBHNC", dim_bytes=64), cache(order="LBNHC", dim_bytes=64, block_size=32)
-    for memory, smallest, size, why in (
-        (None, 65, 64, "no staging memory"),
-        (staging(PLENTY), 4097, 4096, "keeps no more together"),
+    with pytest.raises(LayoutError) as error:
+        chosen(source, target, 4097, PLENTY)
+    for words in (
+        "rows in blocks of 16 tokens (heads 0 to 2 of 2, 1024 bytes apart, tokens 64) here",
+        "rows in blocks of 32 tokens (heads 0 to 2 of 2, 64 bytes apart, tokens 128) there",
+        "writes of 4096 bytes",
+        "smallest_write_bytes (4097)",
+        "keeps no more together",
     ):
-        with pytest.raises(LayoutError) as error:
-            chosen(source, target, smallest, memory)
-        for words in (
-            "rows in blocks of 16 tokens (heads 0 to 2 of 2, 1024 bytes apart, tokens 64) here",
-            "rows in blocks of 32 tokens (heads 0 to 2 of 2, 64 bytes apart, tokens 128) there",
-            f"writes of {size} bytes",
-            f"smallest_write_bytes ({smallest})",
-            why,
-        ):
-            assert words in str(error.value)
+        assert words in str(error.value)
 
 
 def test_a_staging_memory_too_small_for_a_block_is_refused() -> None:
@@ -265,7 +286,7 @@ def test_caches_in_device_memory_are_not_packed() -> None:
             [Registration(1, memory, b"")] * 4,
             Receiver(source).remote,
             smallest_write_bytes=129,
-            staging=staging(PLENTY),
+            staging=unneeded,
         )
 
 
@@ -273,5 +294,5 @@ def test_a_peer_with_endless_blocks_costs_nothing() -> None:
     source = cache()
     layout = msgspec.structs.replace(source.layout, groups=(Group(1 << 40),))
     plan = PairPlan(source.layout, layout, (0, 2), registered(source), [RemoteRegion(9, 0)] * 4)
-    with pytest.raises(LayoutError, match="in the staging memory; make that larger"):
+    with pytest.raises(LayoutError, match="in the staging memory; raise staging_bytes"):
         PackedPlan(plan, staging(PLENTY))

@@ -268,9 +268,7 @@ class Lives(RuleBasedStateMachine):
         prompt, tokens = self.prompts[offered]
         self.intend_one(prompt, self.transfers[offered], tokens, ranks)
 
-    def intend_one(
-        self, prompt: int, transfer: str, tokens: int, ranks: tuple[int, ...], later: bool = False
-    ) -> str:
+    def intend_one(self, prompt: int, transfer: str, tokens: int, ranks: tuple[int, ...], later: bool = False) -> str:
         name = self.name("d")
         self.intents[name] = (prompt, transfer, tokens, ranks)
         order = Intent(name, transfer, REMOTE, tokens, content(tokens, prompt).at(tokens))

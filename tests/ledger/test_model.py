@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from .lives import ASKED, LENGTHS, PROMPTS, Lives
-from .parts import RANKS, SIZE, Link, Piece, Ticket
+from .parts import RANKS, Link, Piece
 
 
 class Model(Lives):
