@@ -106,6 +106,8 @@ class PushEngine:
         self._telemetry = Telemetry(transport.provider, transport.library, engine=engine_id, rank=str(rank))
         self._ready: ReadyWord | None = None
         self._posting = Posting(transport, settings.staging_bytes)
+        self._stale = 0
+        """Arrivals that nobody expected, as far as they are counted."""
         self._closed = threading.Event()
         self._contacts = Contacts(
             self,
@@ -198,6 +200,10 @@ class PushEngine:
         with self._lock:
             for reason, count in self._contacts.refusals().items():
                 self._telemetry.refused(reason, count)
+            stale = self._transport.counters().stale_arrivals
+            if stale != self._stale:
+                self._telemetry.event("stale_arrival", stale - self._stale)
+                self._stale = stale
             return self._telemetry.take()
 
     def close(self) -> None:

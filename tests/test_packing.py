@@ -21,7 +21,7 @@ from neuron_pushkv.staging import Staging
 from neuron_pushkv.transport.base import Registration
 from neuron_pushkv.wire import RemoteRegion
 
-from .layouts import Cache, Kv, cache
+from .layouts import Cache, Kv, cache, grouped
 from .moving import Receiver, copy_slowly, registered, staging
 from .pairs import Case, cases
 

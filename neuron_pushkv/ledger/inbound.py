@@ -178,6 +178,9 @@ class Inbound:
         delivery, part = self._by_slot.get(slot, (None, None))
         if delivery is None or part is None or part.epoch != epoch or count < part.writes:
             return []
+        if count > part.writes and part.state in (State.COMMITTED, State.SETTLING):
+            # Then one write has counted for another that may be missing.
+            return part.distrust(f"{count} writes arrived where {part.writes} were made")
         if part.state is State.COMMITTED:
             part.state, part.deadline = State.ARRIVED, float("inf")
             delivery.reached("arrived", now)

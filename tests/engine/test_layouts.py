@@ -167,7 +167,9 @@ def test_writes_that_stay_small_are_refused_with_both_layouts(
     sender.offer("p", 1, TOKENS)
     receiver.receive("d", 1, TOKENS, [table(TOKENS, 16, 2)], sender)
     assert not receiver.received("d")
-    lines = [record.getMessage() for record in caplog.records if "request=d " in record.getMessage()]
+    lines = until(
+        lambda: [one for one in (record.getMessage() for record in caplog.records) if "request=d " in one], "a line"
+    )
     assert "smallest_write_bytes (64)" in lines[0]
 
 

@@ -208,3 +208,19 @@ def test_quarantine_after_a_fence_that_is_not_final() -> None:
     assert pair.reports == []
     pair.pass_time(1)
     assert pair.reports == [("d", Reason.PEER_LOST)]
+
+
+# A network that breaks the transports' contract.
+
+
+def test_more_arrivals_than_writes_are_not_believed() -> None:
+    """F31: one of them was counted for another, whose bytes may be missing."""
+    pair = Pair()
+    _until_writing(pair)
+    while len(pair.to_receiver) > 1:
+        pair.to_one_side()
+    pair.land(writes=pair.writes + 1)
+    pair.flush()
+    assert pair.drops == [f"protocol violation: {pair.writes + 1} writes arrived where {pair.writes} were made"]
+    assert pair.reports == [("d", Reason.PEER_LOST)]
+    assert pair.quiet()

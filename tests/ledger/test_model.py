@@ -6,6 +6,8 @@ from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
+from neuron_pushkv.errors import Reason
+
 from .lives import ASKED, LENGTHS, PROMPTS, Lives
 from .parts import RANKS, Link, Piece
 
@@ -166,12 +168,35 @@ class Model(Lives):
         assert (name, None) in self.world.reports
         event(f"went well: {comes}, {course}")
 
+    @rule(tokens=LENGTHS, ranks=ASKED, landed=st.booleans())
+    def give_up(self, tokens: int, ranks: tuple[int, ...], landed: bool) -> None:
+        """Who withdraws under a push is told as soon as its writes have ended, and nobody is cut off for it."""
+        self.settle_connections()
+        self.world.posts.clear()
+        transfer = self.name("w")
+        prompt = 10 + self.number  # Nobody else asks for that content.
+        source = self.offer_one(prompt, transfer, tokens, 1)
+        self.advance_to(source, tokens)
+        name = self.receive_one(prompt, transfer, tokens, False, ranks)
+        self.world.deliver_all()
+        self.withdraw_one(name)
+        self.world.deliver_all()
+        for rank in RANKS:
+            for ticket in self.reading(rank, source):
+                assert ticket.cancelled
+                if landed:
+                    self.world.land(ticket.left[0])
+                self.end_one(ticket, None)
+        self.world.deliver_all()
+        assert (name, Reason.ABORTED) in self.world.reports
+        assert not self.closing()
+
     @rule(tokens=LENGTHS, when=st.sampled_from(["before", "during", "after", "evicted"]))
     def go_unasked(self, tokens: int, when: str) -> None:
         """Who says that nobody will ask is believed at once, whenever that is; so is a scheduler that needs room."""
         self.settle_connections()
         transfer, source = self.name("v"), ""
-        prompt = 10 + self.number  # Nobody asks for that content either.
+        prompt = 10 + self.number  # As above.
         for stage in ("before", "during", "after"):
             if stage == "during":
                 source = self.offer_one(prompt, transfer, tokens, 1)
@@ -267,10 +292,12 @@ class Model(Lives):
             event(f"reported: {reason}")
         for rank, outbound in enumerate(world.outbound):
             deliveries, sources = outbound._deliveries, outbound._sources
-            assert not (deliveries._by_ticket or deliveries._waiting or deliveries._per_connection)
-            assert not (sources._by_transfer or sources._by_content or sources._done)
+            for table in (deliveries._by_ticket, deliveries._waiting, deliveries._per_connection, sources._done):
+                assert not table
+            assert not [*sources._by_transfer, *sources._by_content]
             assert sorted(world.freed[rank]) == sorted(self.kept)
-        assert not (world.inbound._by_slot or world.inbound._slots.taken or world.expected)
+        assert not [*world.inbound._by_slot, *world.expected]
+        assert world.inbound._slots.taken == 0
 
     def quiet(self) -> bool:
         """Nothing is owed by anyone to anyone."""

@@ -22,7 +22,7 @@ from .parts import BLOCKS, LAYERS, LAYOUT, RANKS, SIZE, WINDOW, Asked, Link, Pie
 
 
 class World:
-    """``waiting``: requests that vLLM waits for; ``reports``: what it was told. Raises AssertionError for any breach."""
+    """``waiting``: requests that vLLM waits for; ``reports``: what it was told. A breach is an AssertionError."""
 
     def __init__(self, quarantine: float, block_size: int) -> None:
         settings = ConnectorSettings()
@@ -164,7 +164,7 @@ class World:
         return tuple(memory.get((piece.layer, piece.source, index)) for index in range(SIZE))
 
     def end(self, ticket: Ticket, doubt: int, flying: int) -> None:
-        """The sender's transport ends it: written if all has landed, else with so many in doubt, some of them flying."""
+        """The sender's transport ends it: written if all has landed, else with so many in doubt, some flying."""
         del self.tickets[ticket.number]
         outbound, left = self.outbound[ticket.link.rank], ticket.left
         written, doubt = len(ticket.pieces) - len(left), min(doubt, len(left))
