@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 from neuron_pushkv.config import ConnectorSettings
@@ -18,6 +18,7 @@ from neuron_pushkv.ledger.inbound import Share
 from neuron_pushkv.links import Links
 from neuron_pushkv.peers import Node
 from neuron_pushkv.routes import Address, Found, Routes
+from neuron_pushkv.staging import Staging
 from neuron_pushkv.transport.base import Registration, Transport
 from neuron_pushkv.wire import AnyMessage, Hello, Identity, LetGo, Message
 
@@ -63,11 +64,19 @@ class Contacts:
         transport: Transport,
         regions: Sequence[Registration],
         directory: Address,
+        staging: Callable[[], Staging],
     ) -> None:
         self._owner = owner
         self._lock = lock
         self._transport = transport
-        self.links = Links(transport=transport, identity=identity, sizes=sizes, regions=regions)
+        self.links = Links(
+            transport=transport,
+            identity=identity,
+            sizes=sizes,
+            regions=regions,
+            smallest_write_bytes=settings.smallest_write_bytes,
+            staging=staging,
+        )
         self._routes = Routes(self.links.choose, settings.connect_seconds)
         self._node = Node(
             handler=self,

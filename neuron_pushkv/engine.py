@@ -22,6 +22,7 @@ from neuron_pushkv.ledger import effects as fx
 from neuron_pushkv.ledger.inbound import Inbound, Share
 from neuron_pushkv.ledger.outbound import Outbound
 from neuron_pushkv.orders import Ready, StepOrders
+from neuron_pushkv.posting import Posting
 from neuron_pushkv.telemetry import Telemetry, Transfer, Way
 from neuron_pushkv.transport.base import Arrived, Event, Failed, Registration, Transport, Written, immediate
 from neuron_pushkv.wire import (
@@ -104,6 +105,7 @@ class PushEngine:
         """Loads that vLLM has not heard of yet."""
         self._telemetry = Telemetry(transport.provider, transport.library, engine=engine_id, rank=str(rank))
         self._ready: ReadyWord | None = None
+        self._posting = Posting(transport, settings.staging_bytes)
         self._stale = 0
         """Arrivals that nobody expected, as far as they are counted."""
         self._closed = threading.Event()
@@ -116,6 +118,7 @@ class PushEngine:
             transport=transport,
             regions=[_registration(registered, layout, region) for region in layout.regions],
             directory=directory,
+            staging=self._posting.staging,
         )
         self._thread = threading.Thread(target=self._run, name="pushkv-engine", daemon=True)
         self._thread.start()
@@ -234,6 +237,8 @@ class PushEngine:
                 try:
                     for event in events:
                         self._carry_out(self._happened(event, now))
+                    for key in self._posting.waiting():
+                        self._carry_out(self._outbound.resume(key, now))
                     self._carry_out(self._inbound.tick(now))
                     self._carry_out(self._outbound.tick(now))
                     self._contacts.tick(now)
@@ -247,8 +252,10 @@ class PushEngine:
             case Arrived(slot, epoch, count):
                 return self._inbound.arrived(slot, epoch, count, now)
             case Written(ticket):
+                self._posting.ended(ticket)
                 return self._outbound.ticket_written(ticket, now)
             case Failed(ticket, written, in_doubt, detail):
+                self._posting.ended(ticket)
                 return self._outbound.ticket_failed(ticket, written, in_doubt, detail, now)
 
     # Under the lock, from our contacts (contacts.Owner).
@@ -355,21 +362,23 @@ class PushEngine:
             return
         now = time.monotonic()
         connection, slot, epoch = effect.key
-        link = self._contacts.links.get(connection)
         try:
+            link = self._contacts.links.get(connection)
             if link is None:
                 raise PushKVError("the receiver's connection has ended")
             plan = self._contacts.links.plan(connection, effect.heads)
-            layers = effect.layers or (None,)
-            batch = [product for layer in layers for product in plan.batch(effect.moves, layer)]
-            if not batch:
-                self._carry_out(self._outbound.skipped(effect, now))
-                return
-            ticket = self._transport.write(link.peer, batch, immediate(slot, epoch), self._ready)
+            may_pack = threading.current_thread() is self._thread
+            posted = self._posting.post(link.peer, plan, effect, immediate(slot, epoch), self._ready, may_pack)
         except PushKVError as error:
             self._carry_out(self._outbound.post_failed(effect.key, Reason.WRITE_FAILED, str(error), now))
             return
-        self._carry_out(self._outbound.posted(effect, effect.end, ticket.id, ticket.writes, ticket.bytes, now))
+        if posted is None:
+            self._transport.wake()  # Our own thread takes it up.
+        elif posted.ticket is None:
+            self._carry_out(self._outbound.skipped(effect, now))
+        else:
+            ticket = posted.ticket
+            self._carry_out(self._outbound.posted(effect, posted.end, ticket.id, ticket.writes, ticket.bytes, now))
 
 
 def _registration(registered: Sequence[Registration], layout: Layout, region: Region) -> Registration:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -11,8 +11,11 @@ from neuron_pushkv.errors import HandshakeRefused, LayoutError, Reason, Transpor
 from neuron_pushkv.layout import Layout
 from neuron_pushkv.ledger.inbound import Share
 from neuron_pushkv.ledger.registration import Receiver
-from neuron_pushkv.plan import PairPlan, check
+from neuron_pushkv.mapping import check
+from neuron_pushkv.packing import PackedPlan, choose
+from neuron_pushkv.plan import PairPlan
 from neuron_pushkv.shares import askers, shares
+from neuron_pushkv.staging import Staging
 from neuron_pushkv.transport.base import Peer, Registration, Transport
 from neuron_pushkv.wire import Identity, Rank, RemoteRegion
 
@@ -31,13 +34,14 @@ class Link:
     layout: Layout
     regions: tuple[RemoteRegion, ...]
     fenced: bool = False
-    plans: dict[Heads, PairPlan] = field(default_factory=dict)
+    plans: dict[Heads, PairPlan | PackedPlan] = field(default_factory=dict)
 
 
 class Links:
     """``identity`` is ours without endpoint and regions; ``regions`` are our registrations in the layout's order.
 
-    ``sizes`` are our engine's pipeline and tensor parallel sizes.
+    ``sizes`` are our engine's pipeline and tensor parallel sizes. Writes under ``smallest_write_bytes`` are packed in
+    what ``staging`` gives.
     """
 
     def __init__(
@@ -47,6 +51,8 @@ class Links:
         identity: Identity,
         sizes: tuple[int, int],
         regions: Sequence[Registration],
+        smallest_write_bytes: int,
+        staging: Callable[[], Staging],
     ) -> None:
         assert identity.layout is not None
         self._transport = transport
@@ -55,6 +61,8 @@ class Links:
         self._identity = identity
         self._sizes = sizes
         self._registrations = tuple(regions)
+        self._smallest_write_bytes = smallest_write_bytes
+        self._staging = staging
         self._memories = tuple(dict.fromkeys(registration.description for registration in regions))
         self._regions = tuple(
             RemoteRegion(self._memories.index(registration.description), region.address - registration.memory.address)
@@ -152,12 +160,20 @@ class Links:
 
     # As a sender.
 
-    def plan(self, connection: int, heads: Heads) -> PairPlan:
+    def plan(self, connection: int, heads: Heads) -> PairPlan | PackedPlan:
         """How our KV goes to that peer. Raises :class:`LayoutError` for heads that one of us hasn't got."""
         link = self._links[connection]
         known = link.plans.get(heads)
         if known is None:
-            known = PairPlan(self._layout, link.layout, heads, self._registrations, link.regions)
+            known = choose(
+                self._layout,
+                link.layout,
+                heads,
+                self._registrations,
+                link.regions,
+                smallest_write_bytes=self._smallest_write_bytes,
+                staging=self._staging,
+            )
             if len(link.plans) >= PLANS_PER_PEER:
                 link.plans.clear()
             link.plans[heads] = known

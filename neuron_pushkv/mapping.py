@@ -23,7 +23,7 @@ def check(ours: Layout, theirs: Layout) -> None:
     mine, others = [[group.window for group in layout.groups] for layout in (ours, theirs)]
     if mine != others:
         what, same = "KV cache groups", "serve the same model with the same attention settings"
-        raise _unlike(what, _described(ours), _described(theirs), same)
+        raise _unlike(what, _groups(ours), _groups(theirs), same)
     if ours.kernel != theirs.kernel:
         same = "use the same attention backend, on the same kind of processor"
         raise _unlike("KV kernel", ours.kernel, theirs.kernel, f"{same}, on both sides")
@@ -64,11 +64,22 @@ def matching(ours: Layout, theirs: Layout, heads: Heads) -> Iterator[tuple[int, 
         yield index, number
 
 
+def described(layout: Layout) -> str:
+    """For people: a layout's kernel, block sizes and, of its first region, heads and strides."""
+    sizes = "+".join(str(group.block_size) for group in layout.groups)
+    name = f"{layout.kernel} in blocks of {sizes} tokens"
+    if not layout.regions:
+        return name
+    region = layout.regions[0]
+    held = f"heads {region.first_head} to {region.end_head} of {layout.heads}"
+    return f"{name} ({held}, {region.head_stride} bytes apart, tokens {region.token_stride})"
+
+
 def _unlike(what: str, here: object, there: object, remedy: str) -> LayoutError:
     return LayoutError(f"{what} differs: {here} here, {there} there; {remedy}")
 
 
-def _described(layout: Layout) -> str:
+def _groups(layout: Layout) -> str:
     groups = [f"window of {group.window}" if group.window else "full attention" for group in layout.groups]
     return f"{len(groups)} ({', '.join(groups)})"
 
@@ -121,6 +132,8 @@ def _check_alone(whose: str, layout: Layout) -> None:
                 f"{whose} layout gives {region.name} heads {region.first_head} to {region.end_head} of {layout.heads}; "
                 f"number heads over the whole model"
             )
+        if layout.span(region) >= 1 << 63:
+            raise LayoutError(f"{whose} layout has {region.name} in more bytes than there are; check its strides")
         if region.heads > 1 and not region.head_stride:
             raise LayoutError(f"{whose} layout gives {region.name} {region.heads} heads in one place; give its stride")
         if region.part == "latent" and layout.heads != 1:

@@ -62,7 +62,7 @@ class Facts:
 
 
 class Places(NamedTuple):
-    """Where units lie on either side: blocks, and numbers of units inside them. In the order of the sender's memory."""
+    """Where units lie on either side: blocks, and numbers of units inside them. Arrays of one length."""
 
     local_block: Numbers
     local_unit: Numbers
@@ -76,6 +76,10 @@ class Places(NamedTuple):
     def remote(self, steps: Steps) -> Numbers:
         """Byte offsets of the units in the peer's memory."""
         return self.remote_block * steps.remote_block + self.remote_unit * steps.remote_unit
+
+    def taken(self, order: Numbers) -> Places:
+        """Those with these indices, in this order."""
+        return Places(*(numbers[order] for numbers in self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,9 +112,11 @@ class PairPlan:
         check(ours, theirs)
         self.units = units(ours, theirs)
         """Per group: tokens that are moved together."""
-        self._ours, self._theirs, self._heads = ours, theirs, heads
-        self._registrations = {registration.handle: registration for registration in registrations}
-        self._matches: list[list[Match]] = [[] for _ in ours.groups]
+        self.ours, self.theirs, self.heads = ours, theirs, heads
+        self.registrations = {registration.handle: registration for registration in registrations}
+        """By handle."""
+        self.matches: list[list[Match]] = [[] for _ in ours.groups]
+        """Per group: the regions that go into one another."""
         for here, there in matching(ours, theirs, heads):
             region, other = ours.regions[here], theirs.regions[there]
             group, unit = region.group, self.units[region.group]
@@ -121,8 +127,10 @@ class PairPlan:
                 units_apart(other, theirs.groups[group].block_size, unit),
             )
             handle, place = registrations[here].handle, remote[there]
+            if place.offset + theirs.span(other) >= 1 << 63:
+                raise LayoutError(f"the receiver's {other.name} reaches beyond 63 bits of offset; describe real memory")
             match = Match(region, other, steps, handle, region.address, place.memory, place.offset)
-            self._matches[group].append(match)
+            self.matches[group].append(match)
         self._stamps: dict[tuple[int, str | None], list[_Stamp]] = {}
         everything = [self._pieces(group, None) for group in range(len(self.units))]
         self.facts = Facts(
@@ -141,17 +149,16 @@ class PairPlan:
         for group in range(len(self.units)):
             places = self.places(group, [move for move in moves if move.group == group])
             if places is not None:
+                # vLLM hands out freed blocks in descending order, which would merge with nothing.
+                places = places.taken(np.lexsort((places.local_unit, places.local_block)))
                 stamps = self._stamped(group, layer)
                 products.extend(Product(stamp.spans, _runs(stamp, places)) for stamp in stamps)
         return products
 
     def places(self, group: int, moves: Sequence[Move]) -> Places | None:
-        """Where the units of ``moves``, all of this group, lie, or None if there are none. Raises like :meth:`batch`.
-
-        They are sorted: vLLM hands out freed blocks in descending order, which would merge with nothing.
-        """
+        """Where the units of ``moves``, all of this group, lie, in order; None if there are none. Raises like batch."""
         unit = self.units[group]
-        here, there = self._ours.groups[group].block_size // unit, self._theirs.groups[group].block_size // unit
+        here, there = self.ours.groups[group].block_size // unit, self.theirs.groups[group].block_size // unit
         found = []
         for move in moves:
             if move.first % unit or move.target_start % (there * unit) or move.first < move.target_start:
@@ -162,18 +169,16 @@ class PairPlan:
             first, end = move.first // unit, -(-move.end // unit)
             start = move.target_start // unit
             if first < end:
-                local = _looked_up(move.source, first, end, here, self._ours.blocks, "sender")
-                remote = _looked_up(move.target, first - start, end - start, there, self._theirs.blocks, "receiver")
+                local = _looked_up(move.source, first, end, here, self.ours.blocks, "sender")
+                remote = _looked_up(move.target, first - start, end - start, there, self.theirs.blocks, "receiver")
                 found.append((*local, *remote))
         if not found:
             return None
-        places = Places(*(found[0] if len(found) == 1 else map(np.concatenate, zip(*found, strict=True))))
-        order = np.argsort(places.local_block * here + places.local_unit)
-        return Places(*(numbers[order] for numbers in places))
+        return Places(*(found[0] if len(found) == 1 else map(np.concatenate, zip(*found, strict=True))))
 
     def _pieces(self, group: int, layer: str | None) -> list[Pieces]:
-        matches = [match for match in self._matches[group] if layer is None or match.ours.layer == layer]
-        return list(pieces(matches, self.units[group], self._heads))
+        matches = [match for match in self.matches[group] if layer is None or match.ours.layer == layer]
+        return list(pieces(matches, self.units[group], self.heads))
 
     def _stamped(self, group: int, layer: str | None) -> list[_Stamp]:
         stamps = self._stamps.get((group, layer))
@@ -186,7 +191,7 @@ class PairPlan:
         stamps = []
         for length in np.unique(some.length).tolist():
             rows = np.stack((some.handle, some.local, some.target, some.remote), axis=1)[some.length == length]
-            spans = [Span(self._registrations[handle], *rest) for handle, *rest in rows.tolist()]
+            spans = [Span(self.registrations[handle], *rest) for handle, *rest in rows.tolist()]
             stamps.append(_Stamp(some.steps, length, SpanTable(spans)))
         return stamps
 

@@ -63,55 +63,77 @@ def cache(
     block_size: int = 16,
     blocks: int = 8,
     dim_bytes: int = 4,
+    value_bytes: int | None = None,
     window: int = 0,
     gap: int = 0,
     kernel: str = ROWS,
 ) -> Cache:
     """One rank's cache.
 
-    ``order`` is one of vLLM's: L layer, B block, H head, N token, C the bytes of one row. ``kv``: K and V in halves of
-    the memory ("apart"), next to each other in each layer's block ("together") or in each row ("rows"), a latent, or
-    per head in an order of the kernel's own ("packed", with ``kernel``). ``heads`` is the model's number, of which rank
-    ``tp`` has its share; ``layers`` their number or names; ``gap`` bytes follow each block's part of a layer.
+    ``order`` is one of vLLM's: L layer, B block, H head, N token, C the bytes of one row, ``dim_bytes`` of K and, if it
+    is given, ``value_bytes`` of V. ``kv``: K and V in parts of the memory ("apart"), next to each other in each layer's
+    block ("together") or in each row ("rows"), a latent, or per head in an order of the kernel's own ("packed", with
+    ``kernel``). ``heads`` is the model's number, of which rank ``tp`` has its share; ``layers`` their number or names;
+    ``gap`` bytes follow each block's part of a layer.
     """
     assert order in ORDERS
     names = [f"layers.{number}" for number in range(layers)] if isinstance(layers, int) else list(layers)
     first, end = (0, 1) if kv == "latent" else head_range(heads, tp[1], tp[0])
-    held = end - first
-    parts: tuple[Part, ...] = {"latent": ("latent",), "packed": ("kv",)}.get(kv, ("k", "v"))  # type: ignore[assignment]
-    row = dim_bytes * (2 * block_size if kv == "packed" else 1)
-    tokens = 1 if kv == "packed" else block_size
-    rows = 2 if kv == "rows" else 1
-    step = row * rows
-    head_stride, token_stride = (tokens * step, step) if order.endswith("HNC") else (step, held * step)
-    part_bytes = held * tokens * step
-    layer_bytes = part_bytes * (2 if kv == "together" else 1) + gap
-    copies = 2 if kv == "apart" else 1
-    block_stride = layer_bytes if order.startswith("LB") else layer_bytes * len(names)
-    layer_stride = layer_bytes * blocks if order.startswith("LB") else layer_bytes
-    total = copies * layer_bytes * blocks * len(names)
-    part_offset = {"apart": total // 2, "together": part_bytes, "rows": row}.get(kv, 0)
+    held, tokens = end - first, 1 if kv == "packed" else block_size
+    value = dim_bytes if value_bytes is None else value_bytes
+    rows: dict[Part, int]
+    match kv:
+        case "latent":
+            rows = {"latent": dim_bytes}
+        case "packed":
+            rows = {"kv": (dim_bytes + value) * block_size}
+        case _:
+            rows = {"k": dim_bytes, "v": value}
+    together = kv in ("together", "rows")
+    blocks_of = {part: held * tokens * row for part, row in rows.items()}
+    places, regions = _places(order, blocks_of, together, len(names), blocks, gap), []
+    total = sum(size + gap for size in ([sum(blocks_of.values())] if together else blocks_of.values()))
+    total *= blocks * len(names)
     buffer = ctypes.create_string_buffer(max(total, 1))
     base = ctypes.addressof(buffer)
-    regions = tuple(
-        Region(
-            layer=name,
-            part=part,
-            group=0,
-            address=base + number * layer_stride + index * part_offset,
-            block_stride=block_stride,
-            head_stride=head_stride if held > 1 else 0,
-            token_stride=0 if kv == "packed" else token_stride,
-            row_bytes=row,
-            first_head=first,
-            heads=held,
-        )
-        for number, name in enumerate(names)
-        for index, part in enumerate(parts)
-    )
+    for number, name in enumerate(names):
+        for part, row in rows.items():
+            step = sum(rows.values()) if kv == "rows" else row
+            start, layer_stride, block_stride = places[part]
+            if kv == "rows" and part == "v":
+                start = rows["k"]
+            by_head, by_token = (tokens * step, step) if order.endswith("HNC") else (step, held * step)
+            regions.append(
+                Region(
+                    layer=name,
+                    part=part,
+                    group=0,
+                    address=base + start + number * layer_stride,
+                    block_stride=block_stride,
+                    head_stride=by_head if held > 1 else 0,
+                    token_stride=0 if kv == "packed" else by_token,
+                    row_bytes=row,
+                    first_head=first,
+                    heads=held,
+                )
+            )
     groups = (Group(block_size, window),)
-    layout = Layout(kernel, blocks, groups, regions, 1 if kv == "latent" else heads)
+    layout = Layout(kernel, blocks, groups, tuple(regions), 1 if kv == "latent" else heads)
     return Cache(layout, Memory(base, total), [buffer])
+
+
+def _places(
+    order: str, sizes: dict[Part, int], together: bool, layers: int, blocks: int, gap: int
+) -> dict[Part, tuple[int, int, int]]:
+    """Part -> offset in the memory, bytes from layer to layer, bytes from block to block."""
+    places: dict[Part, tuple[int, int, int]] = {}
+    inside = 0
+    for part, size in sizes.items():
+        whole = (sum(sizes.values()) if together else size) + gap
+        strides = (whole * blocks, whole) if order.startswith("LB") else (whole, whole * layers)
+        places[part] = inside, *strides
+        inside += size if together else whole * blocks * layers
+    return places
 
 
 def grouped(*caches: Cache) -> Cache:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from neuron_pushkv.device.base import Memory
 from neuron_pushkv.plan import Move
+from neuron_pushkv.staging import Staging
 from neuron_pushkv.transport.base import Product, Registration
 from neuron_pushkv.wire import RemoteRegion
 
@@ -38,18 +39,20 @@ class Receiver:
 
     @property
     def remote(self) -> list[RemoteRegion]:
-        """Where the regions are: in one memory, or each in one of its own, some bytes in."""
+        """Where the regions are: in one memory, or each in one of its own, in which it is as far in."""
         regions, start = self.cache.layout.regions, self.cache.memory.address
-        if not self.apart:
-            return [RemoteRegion(TARGET, region.address - start) for region in regions]
-        return [RemoteRegion(TARGET + index, 5) for index in range(len(regions))]
+        return [
+            RemoteRegion(TARGET + index * self.apart, region.address - start) for index, region in enumerate(regions)
+        ]
 
-    def _memory(self, target: int) -> tuple[int, int]:
+    def _bounds(self, target: int) -> tuple[int, int]:
+        """Offsets that may be written in that memory."""
         if not self.apart:
             assert target == TARGET
-            return self.cache.memory.address, self.cache.memory.length
+            return 0, self.cache.memory.length
         region = self.cache.layout.regions[target - TARGET]
-        return region.address - 5, self.cache.layout.span(region) + 5
+        start = region.address - self.cache.memory.address
+        return start, start + self.cache.layout.span(region)
 
     def receive(self, products: Sequence[Product]) -> None:
         """Carry out all writes."""
@@ -57,13 +60,13 @@ class Receiver:
             assert product.writes
             for span in product.spans:
                 memory = span.registration.memory
-                base, size = self._memory(span.target)
+                base, (low, high) = self.cache.memory.address, self._bounds(span.target)
                 for local, remote, length in product.runs.tolist():
                     source, place = span.local + local, span.offset + remote
                     assert length > 0
                     assert memory.address <= source
                     assert source + length <= memory.address + memory.length
-                    assert place + length <= size
+                    assert low <= place <= place + length <= high
                     touched = range(base + place, base + place + length)
                     assert self.written.isdisjoint(touched)
                     self.written.update(touched)
@@ -90,3 +93,9 @@ def copy_slowly(
                         row = source.row(region.layer, region.part, int(move.source[block]), inside, head)
                         written = target.row(region.layer, region.part, int(move.target[place]), within, head)
                         written[:] = row
+
+
+def staging(size: int) -> Staging:
+    """Of that many bytes, full of noise."""
+    buffer = ctypes.create_string_buffer(b"\xa5" * size, size)
+    return Staging(Registration(999, Memory(ctypes.addressof(buffer), size), b"staging"), buffer)

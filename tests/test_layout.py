@@ -43,9 +43,11 @@ def test_sizes_of_blocks_in_an_order_of_their_kernels() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kv", ["apart", "together", "rows", "latent", "packed"])
-def test_each_byte_of_a_cache_belongs_to_one_row(order: str, kv: Any) -> None:
+@pytest.mark.parametrize("value", [None, 3])
+def test_each_byte_of_a_cache_belongs_to_one_row(order: str, kv: Any, value: int | None) -> None:
     """Of the caches that tests are made of: neither overlap nor gap, whatever the order."""
-    held = cache(order=order, kv=kv, layers=3, heads=1 if kv == "latent" else 4, block_size=3, blocks=2, dim_bytes=2)
+    heads = 1 if kv == "latent" else 4
+    held = cache(order=order, kv=kv, layers=3, heads=heads, block_size=3, blocks=2, dim_bytes=2, value_bytes=value)
     for region in held.layout.regions:
         for block in range(2):
             for token in range(3 if region.token_stride else 1):
@@ -82,8 +84,8 @@ def test_layouts_cross_the_wire() -> None:
     layout = grouped(cache(), cache(layers=["other"], window=128, kv="latent", heads=1)).layout
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=Layout) == layout
     for field, value in (("block_stride", 0), ("row_bytes", 0), ("heads", 0), ("address", 1 << 63), ("part", "q")):
-        region = {**msgspec.to_builtins(layout.regions[0]), field: value}
-        with pytest.raises(msgspec.ValidationError):
+        region = list({**msgspec.structs.asdict(layout.regions[0]), field: value}.values())
+        with pytest.raises(msgspec.ValidationError, match="enum value" if field == "part" else "`int`"):
             msgspec.convert(region, Region)
 
 
@@ -172,6 +174,7 @@ def test_what_cannot_be_mapped_is_refused_with_both_values(ours: Layout, theirs:
         ({"group": 1}, "group 1 of 1"),
         ({"first_head": 1}, "heads 1 to 5 of 4"),
         ({"head_stride": 0}, "4 heads in one place"),
+        ({"block_stride": (1 << 63) - 1}, "layers.0.k in more bytes than there are"),
         ({"part": "latent"}, "latent layers.0.latent in a model of 4 KV heads"),
     ],
 )

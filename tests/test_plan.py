@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import gcd
+from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,10 +16,9 @@ from neuron_pushkv.shares import shares
 from neuron_pushkv.transport.base import Registration
 from neuron_pushkv.wire import RemoteRegion
 
-from .layouts import ORDERS, Cache, cache, grouped
+from .layouts import ORDERS, Cache, cache
 from .moving import Receiver, copy_slowly, registered
-
-BLOCKS = 24
+from .pairs import Case, cases
 
 
 def plan_of(source: Cache, target: Cache, heads: tuple[int, int]) -> PairPlan:
@@ -46,102 +40,8 @@ def moved(source: Cache, target: Cache, heads: tuple[int, int], moves: list[Move
     return receiver
 
 
-@dataclass
-class Case:
-    """Two engines, a receiving rank, and what it asks for."""
-
-    senders: list[list[Cache]]
-    """By pipeline and tensor parallel rank."""
-    receiver: Cache
-    tp: tuple[int, int]
-    apart: tuple[bool, bool]
-    """Whether each side's regions are registered by themselves."""
-    moves: list[Move]
-
-
-@st.composite
-def tables(draw: st.DrawFn, count: int) -> list[int] | np.ndarray:
-    """Block ids: ascending, descending, or mixed, so that some merge."""
-    start = draw(st.integers(0, BLOCKS - count))
-    found = list(range(start, start + count))
-    match draw(st.sampled_from(("up", "down", "mixed", "random"))):
-        case "down":
-            found.reverse()
-        case "mixed":
-            found = found[1::2] + found[::2]
-        case "random":
-            found = random.Random(draw(st.integers(0, 99))).sample(range(BLOCKS), count)
-    return np.array(found) if draw(st.booleans()) else found
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    kinds = draw(st.sampled_from(("rows", "latent", "packed")))
-    heads = 1 if kinds == "latent" else draw(st.sampled_from((1, 2, 4, 6)))
-    sizes = [size for size in (1, 2, 3, 4, 8) if heads % size == 0 or size % heads == 0]
-    tp_sizes = draw(st.sampled_from(sizes)), draw(st.sampled_from(sizes))
-    tp = draw(st.integers(0, tp_sizes[1] - 1)), tp_sizes[1]
-    pp = draw(st.sampled_from((1, 1, 2)))
-    kernel = "rows" if kinds != "packed" else "cpu"
-    sides: list[list[Callable[[tuple[int, int], int, int], Cache]]] = [[], []]
-    moves = []
-    for group in range(draw(st.integers(1, 2))):
-        block_sizes = [draw(st.sampled_from((1, 2, 3, 4, 6, 8))) for _ in range(2)]
-        if kinds == "packed":
-            block_sizes[1] = block_sizes[0]
-        dim, window, layers = draw(st.integers(1, 4)), draw(st.sampled_from((0, 5))), draw(st.integers(1, 3))
-        for side in range(2):
-            order = draw(st.sampled_from(ORDERS))
-            kv = kinds if kinds != "rows" else draw(st.sampled_from(("apart", "together", "rows")))
-            gap = draw(st.sampled_from((0, 0, 3)))
-
-            def build(
-                rank: tuple[int, int],
-                stage: int,
-                stages: int,
-                order: str = order,
-                kv: str = kv,
-                gap: int = gap,
-                block_size: int = block_sizes[side],
-                dim: int = dim,
-                window: int = window,
-                names: tuple[str, ...] = tuple(f"{group}.{number}" for number in range(layers)),
-            ) -> Cache:
-                return cache(
-                    order=order,
-                    kv=kv,
-                    layers=names[stage::stages],
-                    heads=heads,
-                    tp=rank,
-                    block_size=block_size,
-                    blocks=BLOCKS,
-                    dim_bytes=dim,
-                    window=window,
-                    gap=gap,
-                    kernel=kernel,
-                )
-
-            sides[side].append(build)
-        unit = gcd(*block_sizes)
-        end = draw(st.integers(1, 3 * max(block_sizes)))
-        start = draw(st.integers(0, (end - 1) // block_sizes[1])) * block_sizes[1]
-        bounds = sorted({start, *(draw(st.integers(start // unit, end // unit)) * unit for _ in range(2)), end})
-        source, target = [
-            draw(tables(-(-count // size))) for count, size in zip((end, end - start), block_sizes, strict=True)
-        ]
-        if start:  # a window's blocks before it are gone, and so they are never looked at
-            source[: start // block_sizes[0]] = [-1] * (start // block_sizes[0]) if isinstance(source, list) else -1
-        moves += [Move(group, source, target, start, *pair) for pair in pairwise(bounds)]
-    senders = [
-        [grouped(*(build((rank, tp_sizes[0]), stage, pp) for build in sides[0])) for rank in range(tp_sizes[0])]
-        for stage in range(pp)
-    ]
-    receiver = grouped(*(build(tp, 0, 1) for build in sides[1]))
-    return Case(senders, receiver, tp, (draw(st.booleans()), draw(st.booleans())), moves)
-
-
 @given(cases(), st.integers(0, 2))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 def test_every_byte_lands_where_a_slow_copy_puts_it(case: Case, calls: int) -> None:
     """F23 to F25: unlike TP, PP, block sizes, orders, K and V apart or together, groups, latents, opaque kernels."""
     target = case.receiver
@@ -180,7 +80,7 @@ def test_every_byte_lands_where_a_slow_copy_puts_it(case: Case, calls: int) -> N
 @pytest.mark.parametrize("kv", ["apart", "together", "rows"])
 def test_blocks_of_equal_layouts_are_as_few_pieces_as_they_lie_in(order: str, kv: str) -> None:
     """K next to V is one piece, and of a cache whose blocks hold all layers a block is one, or two halves."""
-    both = [cache(order=order, kv=kv, layers=3, heads=2) for _ in range(2)]
+    both = [cache(order=order, kv=kv, layers=3, heads=2, dim_bytes=4, value_bytes=6) for _ in range(2)]
     pieces = (1 if order.startswith("BL") else 3) * (2 if kv == "apart" else 1)
     assert plan_of(*both, (0, 2)).facts.writes == (pieces,)
     receiver = moved(*both, (0, 2), [Move(0, [1, 2, 3, 6], [2, 3, 4, 5], 0, 0, 64)])
@@ -242,7 +142,7 @@ def test_orders_of_heads_and_tokens_may_differ() -> None:
 
 
 def test_memory_registered_in_parts_is_not_merged_over_their_ends() -> None:
-    source, target = cache(order="BLNHC"), cache(order="BLNHC")
+    source, target = cache(order="BLNHC", kv="together"), cache(order="BLNHC", kv="together")
     for apart_here, apart_there in ((True, False), (False, True)):
         receiver = Receiver(target, apart_there)
         registrations = registered(source, apart=apart_here)
@@ -301,6 +201,13 @@ def test_moves_that_leave_their_tables_or_boundaries_are_refused(change: dict[st
     assert plan.batch([GOOD])
     with pytest.raises(LayoutError, match=said):
         plan.batch([replace(GOOD, **change)])  # type: ignore[arg-type]
+
+
+def test_a_receiver_beyond_the_address_space_is_refused() -> None:
+    layout = cache(layers=1).layout
+    remote = [RemoteRegion(9, (1 << 63) - layout.span(layout.regions[0]) - less) for less in (1, 0)]
+    with pytest.raises(LayoutError, match=r"receiver's layers\.0\.v reaches beyond"):
+        PairPlan(layout, layout, (0, 2), [Registration(1, Memory(0, 1 << 62), b"")] * 2, remote)
 
 
 def test_nothing_to_move_is_no_products() -> None:

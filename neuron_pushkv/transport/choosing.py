@@ -17,7 +17,10 @@ def wants_nixl(settings: ConnectorSettings, accelerator: Accelerator) -> bool:
 
 
 def open_transport(settings: ConnectorSettings, accelerator: Accelerator, memory: Sequence[Memory]) -> Transport:
-    """Open it, for ``memory``, over the cards that are nearest to it. Raises :class:`~neuron_pushkv.errors.FabricError` if it is not installed, or can't be used as asked."""
+    """Open it, for ``memory``, over the cards that are nearest to it.
+
+    Raises :class:`~neuron_pushkv.errors.FabricError` if it is not installed, or can't be used as asked.
+    """
     if wants_nixl(settings, accelerator):
         from neuron_pushkv.transport.nixl import NixlTransport
 

@@ -85,7 +85,7 @@ def new_engine(network: LoopbackNetwork) -> Iterator[NewEngine]:
         transport: Callable[[], Transport] = network.transport,
         **changes: object,
     ) -> Engine:
-        settings = ConnectorSettings.model_validate({"port": free_port(), **changes})
+        settings = ConnectorSettings.model_validate({"port": free_port(), "smallest_write_bytes": 0, **changes})
         made.append(Engine(name, caches, transport, settings))
         return made[-1]
 

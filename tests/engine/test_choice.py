@@ -180,7 +180,7 @@ def test_layers_move_ahead_of_their_step(new_engine: NewEngine, called: list[str
     sender.finish("p")
     assert receiver.received("d")
     receiver.check(1, 0, TOKENS, [TARGET])
-    sender.step()
+    until(lambda: (sender.step(), sender.freed == ["p"])[1], "its end at the sender", 4.0)
     assert sender.writes == 5 * 2 * 2, "blocks, layers, K and V"
 
 

@@ -129,6 +129,50 @@ def test_other_orders(new_engine: NewEngine, order: str, kv: str) -> None:
     push(sender, receiver, table(TOKENS, 16, 1), table(TOKENS, 16, 2))
 
 
+# Small writes are packed, or refused.
+
+
+@pytest.mark.parametrize("staging", [1 << 20, 4096])
+@pytest.mark.parametrize("groups", [False, True])
+def test_small_writes_are_packed(new_engine: NewEngine, staging: int, groups: bool) -> None:
+    """Tokens first into heads first: rows of 4 bytes each. With room for one block at a time too."""
+    shape = two_groups if groups else ranks
+    sender = new_engine(
+        "sender",
+        shape(1, heads=4, order="LBNHC", blocks=32),
+        smallest_write_bytes=64,
+        staging_bytes=staging,
+    )
+    receiver = new_engine("receiver", shape(1, heads=4, blocks=32))
+    tokens, target = 150, [table(150, 16, 2, 3), *([[30, 1, 4, 0]] if groups else [])]
+    source = [table(150, 16, 1, 2), *([[-1] * 6 + [9, 7, 5, 3]] if groups else [])]
+    sender.offer("p", 1, tokens)
+    receiver.receive("d", 1, tokens, target, sender)
+    for done in (50, 101, tokens):
+        sender.compute("p", 1, done, [source[0], *([source[1] if done == tokens else []] if groups else [])])
+    sender.finish("p")
+    assert receiver.received("d")
+    receiver.check(1, 0, tokens, target)
+    let_go(sender)
+    assert sender.writes <= 10 * 4 * 4 + 16, "heads and layers, K and V: not one for each token"
+    (engine,) = sender.ranks.values()
+    assert engine._posting.staging().largest == engine._posting.staging().size, "all room is free again"
+
+
+def test_writes_that_stay_small_are_refused_with_both_layouts(
+    new_engine: NewEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender = new_engine("sender", ranks(4, heads=4, order="LBNHC"), smallest_write_bytes=64)
+    receiver = new_engine("receiver", ranks(1, heads=4, order="LBNHC"))
+    sender.offer("p", 1, TOKENS)
+    receiver.receive("d", 1, TOKENS, [table(TOKENS, 16, 2)], sender)
+    assert not receiver.received("d")
+    lines = until(
+        lambda: [one for one in (record.getMessage() for record in caplog.records) if "request=d " in one], "a line"
+    )
+    assert "smallest_write_bytes (64)" in lines[0]
+
+
 # F26: several groups.
 
 

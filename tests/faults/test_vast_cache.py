@@ -40,7 +40,7 @@ class Vast:
             Region(f"model.layers.{number}", "kv", 0, base + place, BLOCK_BYTES, 0, 0, BLOCK_BYTES)
             for number, place in enumerate(range(0, REGIONS * blocks * BLOCK_BYTES, blocks * BLOCK_BYTES))
         )
-        self.settings = ConnectorSettings(port=free_port())
+        self.settings = ConnectorSettings(port=free_port(), smallest_write_bytes=BLOCK_BYTES)
         incarnation = secrets.randbits(64)
         self.directory = Directory(
             self.settings, engine_id=name, incarnation=incarnation, port=self.settings.port, ranks=1

@@ -193,10 +193,13 @@ def test_the_settings_choose(
     asked: list[Any] = []
     monkeypatch.setattr("neuron_pushkv.transport.nixl.NixlTransport", lambda *given: asked.append(("nixl", *given)))
     monkeypatch.setattr(
-        "neuron_pushkv.transport.fabric.FabricTransport", lambda *given, flush: asked.append(("fabric", *given, flush))
+        "neuron_pushkv.transport.fabric.FabricTransport",
+        lambda *given, **named: asked.append(("fabric", *given, named)),
     )
-    open_transport(ConnectorSettings(transport=transport, provider=provider, nixl_backend="X"), accelerator, ())
-    assert asked == [("nixl", "X") if nixl else ("fabric", provider, None, "127.0.0.1", accelerator is GPU)]
+    settings = ConnectorSettings(transport=transport, provider=provider, nixl_backend="X", progress_core=1)
+    open_transport(settings, accelerator, ())
+    named = {"nics": (), "flush": accelerator is GPU, "core": 1}
+    assert asked == [("nixl", "X") if nixl else ("fabric", provider, None, "127.0.0.1", named)]
 
 
 @pytest.fixture(params=[NIXL], ids=["nixl"])

@@ -180,6 +180,8 @@ def test_memory_that_is_refused_in_every_size_is_refused(open_side: Callable[...
 
 def test_the_way_to_a_peer_is_made_ready_when_it_is_connected(process_pair: Pair) -> None:
     pair, near, far = process_pair, process_pair.near, process_pair.far
+    if not isinstance(near.transport, FabricTransport):
+        pytest.skip("connects when it is told to connect, and waits for it")
     rails = dict(pair.kind.options).get("rails", 1)
     for side in (near, far):
         eventually(lambda side=side: side.counters().extra["warm_ups"] == rails, "every rail is ready")
