@@ -29,7 +29,7 @@ def pair() -> Iterator[tuple[Engine, Engine]]:
             name,
             {Rank(): cache(layers=LAYERS, heads=1, blocks=BLOCKS, dim_bytes=4)},
             lambda: FabricTransport(provider="tcp"),
-            ConnectorSettings(port=free_port()),
+            ConnectorSettings(port=free_port(), smallest_write_bytes=0),
         )
         for name in ("sender", "receiver")
     ]

@@ -97,7 +97,7 @@ class Model(Lives):
             if not ticket.left:
                 self.world.end(ticket, 0, 0)
 
-    @rule(fates=st.sampled_from([["partial"], ["whole", "partial"], ["failed"], ["partial", "failed"]]))
+    @rule(fates=st.sampled_from([["partial"], ["whole", "partial"], ["failed"], ["partial", "failed"], ["put off"]]))
     def trouble_ahead(self, fates: list[str]) -> None:
         self.world.posts.extend(fates)
 
@@ -230,7 +230,7 @@ class Model(Lives):
             if course == "preempted by layers":
                 self.preempt_one(name)
             if course == "in part":
-                self.world.posts.append("partial")
+                self.world.posts.append("put off" if done % 2 else "partial")
             self.advance_to(name, min(done, tokens))
         if course == "preempted":
             self.preempt_one(name)
@@ -283,6 +283,8 @@ class Model(Lives):
                 self.reach_one(name)
             while world.let_go:
                 self.let_go_unasked()
+            while world.partial:
+                self.room_again()
             for ticket in list(world.tickets.values()):
                 if ticket.cancelled or ticket.link.sender_fenced or not ticket.left:
                     world.end(ticket, 0, 0)

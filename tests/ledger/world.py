@@ -52,7 +52,7 @@ class World:
         """Writes whose ticket has ended in doubt: they land, or don't."""
         self.partial: list[fx.Key] = []
         self.posts: deque[str] = deque()
-        """What becomes of the next writes: whole, partial or failed."""
+        """What becomes of the next writes: whole, partial, put off or failed."""
         self.pushed: Counter[tuple[fx.Key, str, int]] = Counter()
         self.repeats: set[fx.Key] = set()
         """Deliveries of which something may be pushed twice."""
@@ -217,6 +217,10 @@ class World:
         link = next(link for link in self.all_links() if link.connection == write.key[0])
         if fate == "failed" or link.sender_fenced:
             self.sender(rank, outbound.post_failed(write.key, Reason.WRITE_FAILED, "provoked", self.now))
+            return
+        if fate == "put off":
+            self.partial.append(write.key)
+            self.repeats.add(write.key)
             return
         end = write.end
         if fate == "partial" and write.end - write.first > SIZE:
