@@ -76,6 +76,7 @@ FABRIC_KINDS = [
 ]
 if OTHER_LIBRARY in os.environ:
     FABRIC_KINDS = FABRIC_KINDS[:2]  # rails have tests of their own, in test_rails.py
+RAIL_KINDS = [kind for kind in FABRIC_KINDS if kind.options]
 KINDS = FABRIC_KINDS if OTHER_LIBRARY in os.environ else LOOPBACK_KINDS + FABRIC_KINDS
 
 
