@@ -247,12 +247,14 @@ def choose(
 ) -> PairPlan | PackedPlan:
     """Writes straight from the cache, unless some would be under ``smallest_write_bytes``: then packed in ``staging``.
 
+    What is as large as our own cache keeps it together is never too small: no other layout would make it larger.
+
     Raises :class:`LayoutError` like both plans, and, naming both layouts, if even packed writes would be too small, or
     the cache isn't in host memory.
     """
     plan = PairPlan(ours, theirs, heads, registrations, remote)
     smallest = plan.facts.smallest_write
-    if not smallest or smallest >= smallest_write_bytes:
+    if not smallest or smallest >= min(smallest_write_bytes, _together(ours, registrations)):
         return plan
     elsewhere = {registration.memory.kind for registration in registrations} - {MemoryKind.HOST}
     if elsewhere:
@@ -273,3 +275,10 @@ def choose(
         f"KV of {described(ours)} here into {described(theirs)} there takes writes of {smallest} bytes, under "
         f"smallest_write_bytes ({smallest_write_bytes}): {why}; use layouts that are more alike, or lower that setting"
     )
+
+
+def _together(layout: Layout, registrations: Sequence[Registration]) -> int:
+    """Bytes of the smallest write into a cache of the very same layout."""
+    heads = min(region.first_head for region in layout.regions), max(region.end_head for region in layout.regions)
+    same = [RemoteRegion(0, region.address) for region in layout.regions]
+    return PairPlan(layout, layout, heads, registrations, same).facts.smallest_write

@@ -275,17 +275,23 @@ def test_caches_in_device_memory_are_not_packed() -> None:
     plan = PairPlan(source.layout, source.layout, (0, 2), [Registration(1, memory, b"")] * 4, Receiver(source).remote)
     with pytest.raises(LayoutError, match=r"packed from neuron memory.*smallest_write_bytes"):
         PackedPlan(plan, staging(PLENTY))
-    said = r"heads 0 to 2 of 2.* here.* there.*128 bytes.*\(129\).*KV in neuron memory can't be packed"
-    with pytest.raises(LayoutError, match=said):
+    target = cache(order="LBNHC")
+    with pytest.raises(LayoutError, match=r"here.* there.* 4 bytes.*\(5\): KV in neuron memory can't be packed"):
         choose(
             source.layout,
-            source.layout,
+            target.layout,
             (0, 2),
             [Registration(1, memory, b"")] * 4,
-            Receiver(source).remote,
-            smallest_write_bytes=129,
+            Receiver(target).remote,
+            smallest_write_bytes=5,
             staging=unneeded,
         )
+
+
+def test_alike_layouts_are_never_refused() -> None:
+    """Their writes are as large as the cache allows, however small that is."""
+    source = cache(dim_bytes=1, block_size=1)
+    assert isinstance(chosen(source, cache(dim_bytes=1, block_size=1, blocks=5), 4096), PairPlan)
 
 
 def test_a_peer_with_endless_blocks_costs_nothing() -> None:

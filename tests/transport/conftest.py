@@ -77,6 +77,7 @@ FABRIC_KINDS = [
 ]
 if OTHER_LIBRARY in os.environ:
     FABRIC_KINDS = FABRIC_KINDS[:2]  # rails have tests of their own, in test_rails.py
+RAIL_KINDS = [kind for kind in FABRIC_KINDS if kind.options]
 NIXL = pytest.param(
     Kind("nixl", "nixl/UCX"),
     marks=pytest.mark.skipif(
