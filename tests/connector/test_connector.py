@@ -180,6 +180,7 @@ def until(engine: Engine, done: Any, seconds: float = 10.0) -> None:
     while not done():
         assert time.monotonic() < end, f"not done within {seconds} s"
         engine.step()
+        time.sleep(0.001)  # An engine's forward pass lets other threads have the interpreter.
 
 
 def test_a_prompt_is_pushed_from_one_engine_to_the_other(pair: tuple[Engine, Engine]) -> None:
