@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from neuron_pushkv.config import ConnectorSettings
-from neuron_pushkv.contacts import Contacts, Sizes
+from neuron_pushkv.contacts.contacts import Contacts, Sizes
 from neuron_pushkv.device.base import Accelerator, Memory, ReadyWord
 from neuron_pushkv.errors import DeviceError, LayoutError, PushKVError, Reason, RegistrationError, TransportError
 from neuron_pushkv.layout import Layout, Region

@@ -9,9 +9,9 @@ import numpy as np
 
 from neuron_pushkv.device.base import Memory, ReadyWord
 from neuron_pushkv.ledger.effects import Key, Write
-from neuron_pushkv.packing import PackedPlan
-from neuron_pushkv.plan import PairPlan
-from neuron_pushkv.staging import Extent, Staging
+from neuron_pushkv.plan.packing import PackedPlan
+from neuron_pushkv.plan.pair import PairPlan
+from neuron_pushkv.plan.staging import Extent, Staging
 from neuron_pushkv.transport.base import Peer, Ticket, Transport
 
 

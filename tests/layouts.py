@@ -12,7 +12,7 @@ import msgspec
 
 from neuron_pushkv.device.base import Memory
 from neuron_pushkv.layout import ROWS, Group, Layout, Part, Region
-from neuron_pushkv.shares import head_range
+from neuron_pushkv.plan.shares import head_range
 
 Kv = Literal["apart", "together", "rows", "latent", "packed"]
 ORDERS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from neuron_pushkv.errors import LayoutError
 from neuron_pushkv.layout import Group, Layout, Region
-from neuron_pushkv.plan import check
-
-from .layouts import ORDERS, Cache, cache, grouped
+from neuron_pushkv.plan.pair import check
+from tests.layouts import ORDERS, Cache, cache, grouped
 
 
 def changed(layout: Layout, **region: Any) -> Layout:
@@ -90,9 +89,8 @@ def test_layouts_cross_the_wire() -> None:
 
 
 def test_layouts_need_no_numpy() -> None:
-    code = (
-        "import sys, neuron_pushkv.layout, neuron_pushkv.shares, neuron_pushkv.mapping; print('numpy' in sys.modules)"
-    )
+    modules = "neuron_pushkv.layout, neuron_pushkv.plan.shares, neuron_pushkv.plan.mapping"
+    code = f"import sys, {modules}; print('numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
     assert done.stdout.strip() == "False"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from neuron_pushkv.errors import Reason
-from neuron_pushkv.plan import Move
+from neuron_pushkv.plan.pair import Move
 from neuron_pushkv.wire import Message
 
 Key: TypeAlias = tuple[int, int, int]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from neuron_pushkv.layout import Group
 from neuron_pushkv.ledger.registration import Receiver
-from neuron_pushkv.plan import Move
+from neuron_pushkv.plan.pair import Move
 from neuron_pushkv.wire import Register
 
 ABSENT = -1

@@ -17,7 +17,7 @@ from neuron_pushkv.transport.base import Transport
 from neuron_pushkv.transport.fates import Delay, Depth, Reorder
 from neuron_pushkv.transport.faults import FaultyTransport
 from neuron_pushkv.transport.loopback import LoopbackNetwork
-from neuron_pushkv.transport.nixl_agent import PACKAGES
+from neuron_pushkv.transport.nixl.agent import PACKAGES
 from tests.transport.side import FarSide, NearSide, Options, Window, open_transport
 
 FIND_SYSTEM_LIBRARY = """

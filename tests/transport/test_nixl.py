@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.device.base import Memory, MemoryKind
 from neuron_pushkv.errors import FabricError, RegistrationError, TransportError
-from neuron_pushkv.transport import nixl_agent
 from neuron_pushkv.transport.base import Arrived, Product, Registration, Span, SpanTable, Written, immediate
 from neuron_pushkv.transport.choosing import open_transport
 from neuron_pushkv.transport.fabric import FabricTransport
-from neuron_pushkv.transport.nixl_parts import PART_BYTES, PART_WRITES, Rows, cut, resolve
-from neuron_pushkv.transport.nixl_wire import (
+from neuron_pushkv.transport.nixl import agent
+from neuron_pushkv.transport.nixl.parts import PART_BYTES, PART_WRITES, Rows, cut, resolve
+from neuron_pushkv.transport.nixl.wire import (
     Notification,
     Place,
     Window,
@@ -169,12 +169,12 @@ def test_descriptions_keep_device_and_kind() -> None:
 
 
 def test_without_nixl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    nixl_agent.bindings.cache_clear()
+    agent.bindings.cache_clear()
     find = importlib.util.find_spec
-    monkeypatch.setattr(nixl_agent, "find_spec", lambda name: None if name.startswith("nixl") else find(name))
+    monkeypatch.setattr(agent, "find_spec", lambda name: None if name.startswith("nixl") else find(name))
     with pytest.raises(FabricError, match=r"pip install 'neuron-pushkv\[nixl\]'"):
         open_transport(ConnectorSettings(transport="nixl"), CPU, ())
-    nixl_agent.bindings.cache_clear()
+    agent.bindings.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from neuron_pushkv.device.base import Memory
 from neuron_pushkv.errors import TransportError
-from neuron_pushkv.staging import ALIGNMENT, Extent, Staging
+from neuron_pushkv.plan.staging import ALIGNMENT, Extent, Staging
 from neuron_pushkv.transport.base import Registration
 
 from .moving import staging

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from neuron_pushkv.errors import LayoutError
 from neuron_pushkv.layout import Layout
-from neuron_pushkv.shares import askers, head_range, shares
-
-from .layouts import cache
+from neuron_pushkv.plan.shares import askers, head_range, shares
+from tests.layouts import cache
 
 totals = st.sampled_from((1, 2, 3, 4, 8, 12))
 sizes = st.integers(1, 32)

@@ -11,11 +11,11 @@ from neuron_pushkv.errors import HandshakeRefused, LayoutError, Reason, Transpor
 from neuron_pushkv.layout import Layout
 from neuron_pushkv.ledger.inbound import Share
 from neuron_pushkv.ledger.registration import Receiver
-from neuron_pushkv.mapping import check
-from neuron_pushkv.packing import PackedPlan, choose
-from neuron_pushkv.plan import PairPlan
-from neuron_pushkv.shares import askers, shares
-from neuron_pushkv.staging import Staging
+from neuron_pushkv.plan.mapping import check
+from neuron_pushkv.plan.packing import PackedPlan, choose
+from neuron_pushkv.plan.pair import PairPlan
+from neuron_pushkv.plan.shares import askers, shares
+from neuron_pushkv.plan.staging import Staging
 from neuron_pushkv.transport.base import Peer, Registration, Transport
 from neuron_pushkv.wire import Identity, Rank, RemoteRegion
 

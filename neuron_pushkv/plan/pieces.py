@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from neuron_pushkv.layout import Region
-from neuron_pushkv.shares import Heads
+from neuron_pushkv.plan.shares import Heads
 
 Numbers: TypeAlias = NDArray[np.int64]
 

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from neuron_pushkv.device.base import Memory
-from neuron_pushkv.plan import Move
-from neuron_pushkv.staging import Staging
+from neuron_pushkv.plan.pair import Move
+from neuron_pushkv.plan.staging import Staging
 from neuron_pushkv.transport.base import Product, Registration
 from neuron_pushkv.wire import RemoteRegion
-
-from .layouts import Cache
+from tests.layouts import Cache
 
 TARGET = 70
 """What the receiver's first memory is called; the others follow."""

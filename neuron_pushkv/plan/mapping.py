@@ -7,7 +7,7 @@ from math import gcd
 
 from neuron_pushkv.errors import LayoutError
 from neuron_pushkv.layout import ROWS, Layout, Region
-from neuron_pushkv.shares import Heads
+from neuron_pushkv.plan.shares import Heads
 
 
 def check(ours: Layout, theirs: Layout) -> None:

@@ -11,9 +11,8 @@ from math import gcd
 import numpy as np
 from hypothesis import strategies as st
 
-from neuron_pushkv.plan import Move
-
-from .layouts import ORDERS, Cache, cache, grouped
+from neuron_pushkv.plan.pair import Move
+from tests.layouts import ORDERS, Cache, cache, grouped
 
 BLOCKS = 24
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from neuron_pushkv.device.base import Memory
 from neuron_pushkv.errors import LayoutError
 from neuron_pushkv.layout import Group, Layout, Region
-from neuron_pushkv.plan import Move, PairPlan
-from neuron_pushkv.shares import shares
+from neuron_pushkv.plan.pair import Move, PairPlan
+from neuron_pushkv.plan.shares import shares
 from neuron_pushkv.transport.base import Registration
 from neuron_pushkv.wire import RemoteRegion
+from tests.layouts import ORDERS, Cache, cache
 
-from .layouts import ORDERS, Cache, cache
 from .moving import Receiver, copy_slowly, registered
 from .pairs import Case, cases
 

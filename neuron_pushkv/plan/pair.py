@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from neuron_pushkv.errors import LayoutError
 from neuron_pushkv.layout import Layout
-from neuron_pushkv.mapping import check, matching, units
-from neuron_pushkv.pieces import Match, Numbers, Pieces, Steps, pieces, units_apart
-from neuron_pushkv.shares import Heads
+from neuron_pushkv.plan.mapping import check, matching, units
+from neuron_pushkv.plan.pieces import Match, Numbers, Pieces, Steps, pieces, units_apart
+from neuron_pushkv.plan.shares import Heads
 from neuron_pushkv.transport.base import Product, Registration, Span, SpanTable, Table
 from neuron_pushkv.wire import RemoteRegion
 

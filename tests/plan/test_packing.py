@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from neuron_pushkv.device.base import Memory, MemoryKind
 from neuron_pushkv.errors import LayoutError
 from neuron_pushkv.layout import Group
-from neuron_pushkv.packing import Packed, PackedPlan, choose
-from neuron_pushkv.plan import Move, PairPlan
-from neuron_pushkv.shares import shares
-from neuron_pushkv.staging import Staging
+from neuron_pushkv.plan.packing import Packed, PackedPlan, choose
+from neuron_pushkv.plan.pair import Move, PairPlan
+from neuron_pushkv.plan.shares import shares
+from neuron_pushkv.plan.staging import Staging
 from neuron_pushkv.transport.base import Registration
 from neuron_pushkv.wire import RemoteRegion
+from tests.layouts import Cache, Kv, cache, grouped
 
-from .layouts import Cache, Kv, cache, grouped
 from .moving import Receiver, copy_slowly, registered, staging
 from .pairs import Case, cases
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from neuron_pushkv.pieces import Match, Numbers
+from neuron_pushkv.plan.pieces import Match, Numbers
 
 
 class Source(NamedTuple):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from neuron_pushkv.contacts.routes import Found, Routes
 from neuron_pushkv.errors import LayoutError, Reason
-from neuron_pushkv.routes import Found, Routes
 from neuron_pushkv.wire import Identity, Rank
 
 DIRECTORY = ("10.0.0.1", 14600)

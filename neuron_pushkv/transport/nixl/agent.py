@@ -18,8 +18,8 @@ from typing import Any
 
 from neuron_pushkv.device.base import Memory
 from neuron_pushkv.errors import FabricError, RegistrationError, TransportError
-from neuron_pushkv.transport.nixl_parts import Part
-from neuron_pushkv.transport.nixl_wire import KINDS, Place
+from neuron_pushkv.transport.nixl.parts import Part
+from neuron_pushkv.transport.nixl.wire import KINDS, Place
 
 PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 """NIXL's builds. Where several are installed its package "nixl" chooses, by torch's CUDA."""

@@ -16,15 +16,15 @@ from math import lcm
 import numpy as np
 from numpy.typing import NDArray
 
-from neuron_pushkv.cells import Cell, Source, cells
 from neuron_pushkv.device.base import MemoryKind
 from neuron_pushkv.errors import LayoutError
 from neuron_pushkv.layout import Layout
-from neuron_pushkv.mapping import described
-from neuron_pushkv.pieces import Match, Numbers
-from neuron_pushkv.plan import Facts, Move, PairPlan, Places
-from neuron_pushkv.shares import Heads
-from neuron_pushkv.staging import Extent, Staging
+from neuron_pushkv.plan.cells import Cell, Source, cells
+from neuron_pushkv.plan.mapping import described
+from neuron_pushkv.plan.pair import Facts, Move, PairPlan, Places
+from neuron_pushkv.plan.pieces import Match, Numbers
+from neuron_pushkv.plan.shares import Heads
+from neuron_pushkv.plan.staging import Extent, Staging
 from neuron_pushkv.transport.base import Product, Registration, Span, SpanTable, Table
 from neuron_pushkv.wire import RemoteRegion
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 from neuron_pushkv.config import ConnectorSettings
+from neuron_pushkv.contacts.home import Home
+from neuron_pushkv.contacts.links import Links
+from neuron_pushkv.contacts.routes import Address, Found, Routes
 from neuron_pushkv.errors import LayoutError, Reason, TransportError
-from neuron_pushkv.home import Home
 from neuron_pushkv.ledger.inbound import Share
-from neuron_pushkv.links import Links
 from neuron_pushkv.peers import Node
-from neuron_pushkv.routes import Address, Found, Routes
-from neuron_pushkv.staging import Staging
+from neuron_pushkv.plan.staging import Staging
 from neuron_pushkv.transport.base import Registration, Transport
 from neuron_pushkv.wire import AnyMessage, Hello, Identity, LetGo, Message
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from neuron_pushkv.device.base import MemoryKind
 from neuron_pushkv.errors import TransportError
 from neuron_pushkv.transport.base import Product, Table
-from neuron_pushkv.transport.nixl_wire import KINDS, Place
+from neuron_pushkv.transport.nixl.wire import KINDS, Place
 
 PART_WRITES = 256
 PART_BYTES = 1 << 20

@@ -12,9 +12,9 @@ from neuron_pushkv.device.base import ReadyWord
 from neuron_pushkv.errors import TransportError
 from neuron_pushkv.transport.base import Failed, Written
 from neuron_pushkv.transport.hub import Port, is_reached
-from neuron_pushkv.transport.nixl_agent import Agent
-from neuron_pushkv.transport.nixl_parts import Part
-from neuron_pushkv.transport.nixl_wire import Notification, Place, Window, unpack_notification
+from neuron_pushkv.transport.nixl.agent import Agent
+from neuron_pushkv.transport.nixl.parts import Part
+from neuron_pushkv.transport.nixl.wire import Notification, Place, Window, unpack_notification
 
 UNDER_WAY = 8
 """Parts of one peer that NIXL has at a time."""

@@ -8,13 +8,13 @@ import time
 
 from neuron_pushkv.device.base import Memory, ReadyWord
 from neuron_pushkv.errors import FabricError, RegistrationError, TransportError
-from neuron_pushkv.transport import nixl_agent
 from neuron_pushkv.transport.base import Batch, Peer, Registration, Ticket, TransportCounters
 from neuron_pushkv.transport.counting import CountingTransport
-from neuron_pushkv.transport.nixl_agent import Agent
-from neuron_pushkv.transport.nixl_endpoint import Endpoint, Task
-from neuron_pushkv.transport.nixl_parts import cut, resolve
-from neuron_pushkv.transport.nixl_wire import KINDS, Place, pack_address, unpack_address, unpack_place
+from neuron_pushkv.transport.nixl import agent
+from neuron_pushkv.transport.nixl.agent import Agent
+from neuron_pushkv.transport.nixl.endpoint import Endpoint, Task
+from neuron_pushkv.transport.nixl.parts import cut, resolve
+from neuron_pushkv.transport.nixl.wire import KINDS, Place, pack_address, unpack_address, unpack_place
 
 _SHORTEST = 0.00002
 _READY_PERIOD = 0.0005
@@ -43,13 +43,13 @@ class NixlTransport(CountingTransport):
     * Memory that is registered after :meth:`address` was read can't be attached by that peer.
     """
 
-    def __init__(self, backend: str = nixl_agent.UCX) -> None:
+    def __init__(self, backend: str = agent.UCX) -> None:
         super().__init__(threading.RLock())
         self.provider = f"nixl/{backend}"
         self._backend = backend
         self._spare: Agent | None = Agent(backend)
-        self.library = nixl_agent.library_name()
-        self._confined = backend == nixl_agent.UCX and nixl_agent.is_confined()
+        self.library = agent.library_name()
+        self._confined = backend == agent.UCX and agent.is_confined()
         self._agents_lock = threading.Lock()
         """Held while memory or endpoints come and go; taken before an endpoint's lock, and that before ``_lock``."""
         self._memories: dict[int, Registration] = {}
