@@ -19,8 +19,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Count = Annotated[int, Meta(ge=0, lt=1 << 63)]
-Size = Annotated[int, Meta(ge=1, lt=1 << 63)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Size = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Text = Annotated[str, Meta(max_length=512)]
 Part = Literal["k", "v", "kv", "latent"]
 
@@ -28,7 +28,7 @@ ROWS = "rows"
 """The kernel name of caches that keep each head's tokens as plain rows, whoever wrote them."""
 
 
-class Region(msgspec.Struct, frozen=True):
+class Region(msgspec.Struct, frozen=True, array_like=True):
     """One part of one layer. Strides and sizes are in bytes; ``address`` is virtual, and means nothing to a peer."""
 
     layer: Text
@@ -66,7 +66,7 @@ class Region(msgspec.Struct, frozen=True):
         return self.heads * self.row_bytes * (block_size if self.token_stride else 1)
 
 
-class Group(msgspec.Struct, frozen=True):
+class Group(msgspec.Struct, frozen=True, array_like=True):
     """Layers that share block tables. ``block_size`` is in tokens; ``window`` too: older ones are not kept (0: all)."""
 
     block_size: Size

@@ -98,15 +98,15 @@ class StepOrders:
     """All orders of one engine step, in the order in which they are carried out."""
 
     preempted: tuple[str, ...] = ()
-    withdrawn: tuple[str, ...] = ()
-    """Receiving requests that vLLM has aborted: stop, then report them finished; of an Intent alone, nothing."""
     finished: tuple[Finish, ...] = ()
     evicted: tuple[str, ...] = ()
     """Kept requests whose blocks are wanted back, because what is kept is capped: let go as soon as nothing reads."""
     offers: tuple[Offer, ...] = ()
-    releases: tuple[Release, ...] = ()
     intents: tuple[Intent, ...] = ()
     receives: tuple[Receive, ...] = ()
+    releases: tuple[Release, ...] = ()
+    withdrawn: tuple[str, ...] = ()
+    """Receiving requests that vLLM has aborted: stop, then report them finished; of an Intent alone, nothing."""
     ready: tuple[Ready, ...] = ()
     counters: dict[str, int] = field(default_factory=dict)
     """Events counted on the scheduler side since the last step, to be reported with the worker's own."""

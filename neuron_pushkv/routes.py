@@ -1,21 +1,22 @@
-"""Which connection leads to the sender that a request names. Pure: says what to open, opens nothing.
+"""How a worker finds its peers: another engine's directory is asked once, then each rank that holds a share is called.
 
-A request names the directory of the sender's engine (host and port). The directory is asked once where that engine's
-worker of our own rank listens; from then on every request for it goes over the one connection to that worker, until the
-connection ends, after which the directory is asked anew: the engine may have come back with other addresses. An engine
-that is just starting answers before its workers are there, so it is asked again for a while.
+Connections are kept and shared by all requests; a request waits until all that it needs are there. When one ends, the
+directory is asked anew: the engine may have come back with other addresses. An engine that is just starting answers
+before its workers are there, so it is asked again for a while.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from neuron_pushkv.errors import Reason
+from neuron_pushkv.errors import LayoutError, Reason
 from neuron_pushkv.wire import Identity, Rank
 
 Address: TypeAlias = tuple[str, int]
-
+Worker: TypeAlias = tuple[str, Rank]
+"""Engine and rank."""
 
 RETRY_SECONDS = 0.1
 """Between two look-ups at a directory whose workers aren't there yet."""
@@ -23,93 +24,132 @@ RETRY_SECONDS = 0.1
 
 @dataclass
 class Found:
-    """What came of a look-up or a connection: requests that can go on, that can't, and an address to open next."""
+    """What came of a look-up or a connection: requests that can go on, or can't, and addresses to open next.
 
-    connection: int = -1
+    ``connections`` are to those of an engine's ``ranks`` that are wanted.
+    """
+
+    connections: Mapping[Rank, int] = field(default_factory=dict)
+    ranks: tuple[Rank, ...] = ()
     connected: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     reason: Reason = Reason.UNREACHABLE
     detail: str = ""
-    open_worker: Address | None = None
+    open_workers: list[Address] = field(default_factory=list)
+
+
+@dataclass
+class _Place:
+    """One directory's address. ``wanted``: those of its engine's ``ranks`` that hold something for us."""
+
+    engine: str = ""
+    ranks: tuple[Rank, ...] = ()
+    wanted: tuple[Rank, ...] = ()
+    waiting: list[str] = field(default_factory=list)
+    since: float = 0.0
+    again: float | None = None
 
 
 class Routes:
-    """Routes from the worker of ``rank`` to its like in other engines. ``patience``: seconds for those to start."""
+    """``choose`` says which of an engine's ranks hold a share of what we need; it may raise :class:`LayoutError`.
 
-    def __init__(self, rank: Rank, patience: float) -> None:
-        self._rank = rank
+    ``patience``: seconds for an engine's workers to start.
+    """
+
+    def __init__(self, choose: Callable[[tuple[Rank, ...]], tuple[Rank, ...]], patience: float) -> None:
+        self._choose = choose
         self._patience = patience
-        self._since: dict[Address, float] = {}
-        self._again: dict[Address, float] = {}
-        self._connections: dict[str, int] = {}
-        self._engines: dict[Address, str] = {}
-        self._waiting: dict[Address, list[str]] = {}
+        self._places: dict[Address, _Place] = {}
+        self._connections: dict[Worker, int] = {}
         self._opening: dict[Address, set[Address]] = {}
+        """Workers that are being called, and the directories that named them."""
 
-    def want(self, directory: Address, request: str, now: float) -> int | None:
-        """The connection to use now, or None: then the request waits for one of the other methods to name it."""
-        engine = self._engines.get(directory)
-        if engine is not None and engine in self._connections:
-            return self._connections[engine]
-        self._waiting.setdefault(directory, []).append(request)
-        self._since.setdefault(directory, now)
-        return None
+    def want(self, directory: Address, request: str, now: float) -> Found | None:
+        """How the request can go on now, or None: then it waits for one of the other methods to name it."""
+        place = self._places.setdefault(directory, _Place())
+        if not place.waiting:
+            place.since = now
+        place.waiting.append(request)
+        return self._complete(place)
 
     def must_look_up(self, directory: Address) -> bool:
         """Whether the request that has just begun to wait is the first one, so that the directory is to be asked."""
-        return len(self._waiting.get(directory, ())) == 1
+        return len(self._places[directory].waiting) == 1
 
     def looked_up(self, directory: Address, theirs: Identity, now: float) -> Found:
         """The directory has answered."""
-        address = next(((host, port) for rank, host, port in theirs.ranks if rank.shard == self._rank.shard), None)
-        if not theirs.ready and now < self._since.get(directory, now) + self._patience:
-            self._again[directory] = now + RETRY_SECONDS
-            return Found()
-        if not theirs.ready or address is None:
-            text = f"engine {theirs.engine_id} has no ready worker of {self._rank}; start it with the same sizes"
+        place = self._places.setdefault(directory, _Place(since=now))
+        if not theirs.ready:
+            if now < place.since + self._patience:
+                place.again = now + RETRY_SECONDS
+                return Found()
+            text = f"engine {theirs.engine_id} has not all of its workers ready; look at its log"
             return self._give_up(directory, Reason.UNREACHABLE, text)
-        self._engines[directory] = theirs.engine_id
-        if theirs.engine_id in self._connections:
-            return Found(self._connections[theirs.engine_id], self._served(directory))
-        opening = self._opening.setdefault(address, set())
-        opening.add(directory)
-        return Found(open_worker=address if len(opening) == 1 else None)
+        addresses = {rank: (host, port) for rank, host, port in theirs.ranks}
+        try:
+            wanted = self._choose(tuple(addresses))
+        except LayoutError as error:
+            return self._give_up(directory, Reason.LAYOUT_MISMATCH, str(error))
+        if not wanted or any(rank not in addresses for rank in wanted):
+            text = f"engine {theirs.engine_id} announces no worker that holds this rank's KV; look at its sizes"
+            return self._give_up(directory, Reason.LAYOUT_MISMATCH, text)
+        place.engine, place.ranks, place.wanted = theirs.engine_id, tuple(addresses), wanted
+        complete = self._complete(place)
+        if complete is not None:
+            return complete
+        found = Found()
+        for rank in wanted:
+            if (theirs.engine_id, rank) not in self._connections:
+                if addresses[rank] not in self._opening:
+                    found.open_workers.append(addresses[rank])
+                self._opening.setdefault(addresses[rank], set()).add(directory)
+        return found
 
     def due(self, now: float) -> list[Address]:
         """Directories to ask again now."""
-        due = [directory for directory, when in self._again.items() if when <= now]
+        due = [directory for directory, place in self._places.items() if place.again is not None and place.again <= now]
         for directory in due:
-            del self._again[directory]
+            self._places[directory].again = None
         return due
 
     def unreachable(self, role: str, address: Address, reason: Reason, detail: str) -> Found:
-        """A look-up, or a connection to a worker, has failed."""
-        if role == "lookup":
-            return self._give_up(address, reason, detail)
-        directories = self._opening.pop(address, ())
-        failed = [request for directory in directories for request in self._served(directory)]
+        """A look-up, or a connection to a worker, has failed; unless another one serves that pair."""
+        directories = {address} if role == "lookup" else self._opening.pop(address, set())
+        if reason is Reason.DUPLICATE:
+            return Found()
+        failed = [request for directory in sorted(directories) for request in self._lost(directory)]
         return Found(failed=failed, reason=reason, detail=detail)
 
-    def up(self, connection: int, theirs: Identity, opened: Address | None) -> Found:
-        """A worker's connection is up, whoever opened it."""
-        self._connections[theirs.engine_id] = connection
+    def up(self, connection: int, theirs: Identity, opened: Address | None) -> list[Found]:
+        """A worker's connection is up, whoever opened it. Answers what can go on now, for each directory."""
+        self._connections[theirs.engine_id, theirs.rank] = connection
         if opened is not None:
             self._opening.pop(opened, None)
-        directories = [directory for directory, engine in self._engines.items() if engine == theirs.engine_id]
-        return Found(connection, [request for directory in directories for request in self._served(directory)])
+        places = [place for place in self._places.values() if place.engine == theirs.engine_id and place.waiting]
+        return [found for found in map(self._complete, places) if found is not None]
 
     def down(self, connection: int) -> None:
-        """It has ended; the next request asks the directory again."""
-        for engine in [engine for engine, known in self._connections.items() if known == connection]:
-            del self._connections[engine]
-            for directory in [d for d, named in self._engines.items() if named == engine]:
-                del self._engines[directory]
+        """It has ended; the directory is asked again, by the next request or for those that wait already."""
+        for worker in [worker for worker, known in self._connections.items() if known == connection]:
+            del self._connections[worker]
+            for directory in [d for d, place in self._places.items() if place.engine == worker[0]]:
+                if self._places[directory].waiting:
+                    self._places[directory].again = 0.0
+                else:
+                    del self._places[directory]
+
+    def _complete(self, place: _Place) -> Found | None:
+        """Those that wait there go on if the connections to all that are wanted are known and up."""
+        connections = {rank: self._connections.get((place.engine, rank), -1) for rank in place.wanted}
+        if not connections or -1 in connections.values():
+            return None
+        waited, place.waiting, place.again = place.waiting, [], None
+        return Found(connections, place.ranks, waited)
 
     def _give_up(self, directory: Address, reason: Reason, detail: str) -> Found:
-        return Found(failed=self._served(directory), reason=reason, detail=detail)
+        return Found(failed=self._lost(directory), reason=reason, detail=detail)
 
-    def _served(self, directory: Address) -> list[str]:
-        """Those that waited for it; they wait no more."""
-        self._since.pop(directory, None)
-        self._again.pop(directory, None)
-        return self._waiting.pop(directory, [])
+    def _lost(self, directory: Address) -> list[str]:
+        """Those that waited there. What is known of the place may be what is wrong, so it is forgotten."""
+        place = self._places.pop(directory, None)
+        return place.waiting if place is not None else []

@@ -174,6 +174,8 @@ class Transport(ABC):
     """What does the work, for people: "libfabric 2.5"; "none" where it is this package alone."""
     fence_is_final: bool
     """Whether nothing can be under way in the network after a fence; otherwise a quarantine follows."""
+    flushes: bool = False
+    """Whether an arrival is told only when the device is sure to see what has arrived."""
 
     @abstractmethod
     def register(self, memory: Memory) -> Registration:

@@ -76,6 +76,7 @@ class FabricTransport(Transport):
         self.provider = self.core.facts.fabric if provider == "efa-direct" else self.core.facts.provider
         # EFA's endpoint is gone at once, but the card may still be at work on a packet that has arrived.
         self.fence_is_final = not self.provider.startswith("efa")
+        self.flushes = flush
         self._lock = Lock()
         self._closed = False
         self._addresses: dict[Peer, bytes] = {}

@@ -65,15 +65,15 @@ class Port:
         self.events: deque[Event] = deque()
         self.counters = TransportCounters()
 
-    def arrive(self, immediate: int) -> None:
-        """Count a write."""
+    def arrive(self, immediate: int, writes: int = 1) -> None:
+        """Count a write, or several at once."""
         number, epoch = divmod(immediate, EPOCHS)
         slot = self.slots.get(number)
         if slot is None or slot.epoch != epoch:
-            self.counters.stale_arrivals += 1
+            self.counters.stale_arrivals += writes
             return
-        self.counters.arrivals += 1
-        slot.count += 1
+        self.counters.arrivals += writes
+        slot.count += writes
         self.reach(number, slot)
 
     def reach(self, number: int, slot: Slot) -> None:

@@ -17,19 +17,16 @@ import time
 from neuron_pushkv.device.base import Memory, ReadyWord
 from neuron_pushkv.errors import RegistrationError, TransportError
 from neuron_pushkv.transport.base import (
-    EPOCHS,
-    SLOTS,
     Batch,
-    Event,
     Failed,
     Peer,
     Registration,
     Ticket,
-    Transport,
     TransportCounters,
     Written,
 )
-from neuron_pushkv.transport.hub import Endpoint, Port, Slot, Task, expand, is_reached
+from neuron_pushkv.transport.counting import CountingTransport
+from neuron_pushkv.transport.hub import Endpoint, Task, expand, is_reached
 
 _READY_PERIOD = 0.0005
 
@@ -52,7 +49,7 @@ class LoopbackNetwork:
         return b"loopback:%d" % next(self._names)
 
 
-class LoopbackTransport(Transport):
+class LoopbackTransport(CountingTransport):
     """See the module's text. Everything is guarded by the network's one lock; one thread per transport delivers."""
 
     provider = "loopback"
@@ -60,13 +57,11 @@ class LoopbackTransport(Transport):
     fence_is_final = True
 
     def __init__(self, network: LoopbackNetwork) -> None:
+        super().__init__(network.lock)
         self._network = network
-        self._port = Port(network.lock)
         self._memories: dict[int, Registration] = {}
         self._peers: dict[Peer, Endpoint] = {}
         self._ids = itertools.count(1)
-        self._woken = False
-        self._closed = False
         self._thread = threading.Thread(target=self._deliver_all, name="loopback", daemon=True)
         self._thread.start()
 
@@ -240,51 +235,6 @@ class LoopbackTransport(Transport):
                         self._end(endpoint, task, "cancelled")
                         return
 
-    def expect(self, slot: int, epoch: int) -> None:
-        """Raises :class:`TransportError` if either is out of range."""
-        if not (0 <= slot < SLOTS and 0 <= epoch < EPOCHS):
-            raise TransportError("slot or epoch out of range")
-        with self._network.lock:
-            self._open()
-            self._port.slots[slot] = Slot(epoch)
-
-    def goal(self, slot: int, epoch: int, count: int) -> None:
-        """Raises :class:`TransportError` if another epoch, or none, is expected there."""
-        with self._network.lock:
-            self._open()
-            entry = self._port.slots.get(slot)
-            if entry is None or entry.epoch != epoch:
-                raise TransportError("that epoch is not expected at that slot")
-            entry.goal = count
-            self._port.reach(slot, entry)
-
-    def count(self, slot: int, epoch: int) -> int:
-        """0 where something else is expected."""
-        with self._network.lock:
-            entry = self._port.slots.get(slot)
-            return entry.count if entry is not None and entry.epoch == epoch else 0
-
-    def forget(self, slot: int) -> None:
-        """A goal that has not been reached is forgotten with it."""
-        with self._network.lock:
-            self._port.slots.pop(slot, None)
-
-    def poll(self, timeout: float) -> list[Event]:
-        """Raises :class:`TransportError` once the transport is closed."""
-        with self._network.lock:
-            self._port.happened.wait_for(lambda: self._port.events or self._woken or self._closed, timeout)
-            self._open()
-            self._woken = False
-            events = list(self._port.events)
-            self._port.events.clear()
-            return events
-
-    def wake(self) -> None:
-        """May be called after close."""
-        with self._network.lock:
-            self._woken = True
-            self._port.happened.notify_all()
-
     def counters(self) -> TransportCounters:
         """May be called after close."""
         with self._network.lock:
@@ -305,10 +255,6 @@ class LoopbackTransport(Transport):
             self._port.work.notify_all()
             self._port.happened.notify_all()
         self._thread.join()
-
-    def _open(self) -> None:
-        if self._closed:
-            raise TransportError("the transport is closed")
 
     def _peer(self, peer: Peer) -> Endpoint:
         self._open()

@@ -8,7 +8,7 @@ from neuron_pushkv.errors import Reason
 from neuron_pushkv.orders import Ready
 from neuron_pushkv.wire import Commit
 
-from .pair import BLOCK, Pair
+from .pair import BLOCK, Pair, sources, targets
 
 TOKENS = 8 * BLOCK + 5
 TABLE = tuple(range(20, 29))
@@ -30,7 +30,7 @@ def waiting() -> Pair:
 
 
 def pushed(pair: Pair) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    return [(write.source, write.target) for write in pair.all_writes.values()]
+    return [(sources(write), targets(write)) for write in pair.all_writes.values()]
 
 
 def land_and_write(pair: Pair) -> None:

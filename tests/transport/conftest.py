@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import pytest
 
 from neuron_pushkv.fabric import discovery
 from neuron_pushkv.transport.base import Transport
-from neuron_pushkv.transport.fabric import FabricTransport
 from neuron_pushkv.transport.fates import Delay, Depth, Reorder
 from neuron_pushkv.transport.faults import FaultyTransport
 from neuron_pushkv.transport.loopback import LoopbackNetwork
-from tests.transport.side import FarSide, NearSide, Options, Window
+from neuron_pushkv.transport.nixl_agent import PACKAGES
+from tests.transport.side import FarSide, NearSide, Options, Window, open_transport
 
 FIND_SYSTEM_LIBRARY = """
 import ctypes
@@ -77,7 +78,14 @@ FABRIC_KINDS = [
 if OTHER_LIBRARY in os.environ:
     FABRIC_KINDS = FABRIC_KINDS[:2]  # rails have tests of their own, in test_rails.py
 RAIL_KINDS = [kind for kind in FABRIC_KINDS if kind.options]
-KINDS = FABRIC_KINDS if OTHER_LIBRARY in os.environ else LOOPBACK_KINDS + FABRIC_KINDS
+NIXL = pytest.param(
+    Kind("nixl", "nixl/UCX"),
+    marks=pytest.mark.skipif(
+        not any(find_spec(name) for name in PACKAGES), reason="needs NIXL: pip install --no-deps nixl-cu12"
+    ),
+)
+PROCESS_KINDS = FABRIC_KINDS if OTHER_LIBRARY in os.environ else [*FABRIC_KINDS, NIXL]
+KINDS = FABRIC_KINDS if OTHER_LIBRARY in os.environ else [*LOOPBACK_KINDS, *PROCESS_KINDS]
 
 
 @dataclass
@@ -141,7 +149,7 @@ def near_transport(kind: Kind, network: LoopbackNetwork) -> Transport:
         return FaultyTransport(network.transport(), Delay(0, 0.003, share=0.2), Reorder(), Depth(64))
     if kind.provider == "loopback":
         return network.transport()
-    return FabricTransport(kind.provider, first_library(), **dict(kind.options))
+    return open_transport(kind.provider, first_library(), kind.options)
 
 
 def make_pair(kind: Kind, far_sides: FarSides) -> Iterator[Pair]:
@@ -161,7 +169,7 @@ def pair(request: pytest.FixtureRequest, far_sides: FarSides) -> Iterator[Pair]:
     yield from make_pair(request.param, far_sides)
 
 
-@pytest.fixture(params=FABRIC_KINDS, ids=lambda kind: kind.name)
+@pytest.fixture(params=PROCESS_KINDS, ids=lambda kind: kind.name)
 def process_pair(request: pytest.FixtureRequest, far_sides: FarSides) -> Iterator[Pair]:
     """A connected pair whose far side is a process that may be stopped or killed."""
     yield from make_pair(request.param, far_sides)

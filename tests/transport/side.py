@@ -215,10 +215,19 @@ class FarSide:
                 self.kill()
 
 
-def serve(pipe: Connection) -> None:
-    """Carry out what comes through ``pipe`` until it is closed."""
+def open_transport(provider: str, library: Path | None = None, options: Options = ()) -> Transport:
+    """The transport of that provider; ``library`` and ``options`` are libfabric's."""
+    if provider.startswith("nixl/"):
+        from neuron_pushkv.transport.nixl import NixlTransport
+
+        return NixlTransport(provider.removeprefix("nixl/"))
     from neuron_pushkv.transport.fabric import FabricTransport
 
+    return FabricTransport(provider, library, **dict(options))
+
+
+def serve(pipe: Connection) -> None:
+    """Carry out what comes through ``pipe`` until it is closed."""
     side: NearSide | None = None
     while True:
         try:
@@ -229,8 +238,7 @@ def serve(pipe: Connection) -> None:
             if name == "reopen":
                 if side is not None:
                     side.close()
-                provider, library, options = arguments
-                side = NearSide(FabricTransport(provider, library, **dict(options)))
+                side = NearSide(open_transport(*arguments))
                 answer = None
             else:
                 answer = getattr(side, name)(*arguments)
