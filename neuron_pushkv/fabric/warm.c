@@ -13,7 +13,7 @@
 #include <string.h>
 
 #define LENGTH 8
-#define PATIENCE 1000000000LL /* nanoseconds */
+#define PATIENCE 2000000000LL /* nanoseconds */
 
 void pk_warm_up_begin(pk_core *core, pk_endpoint *endpoint, const pk_contact *contact)
 {
