@@ -25,7 +25,7 @@ from msgspec import Meta
 from neuron_pushkv.errors import Reason, WireError
 from neuron_pushkv.layout import Layout
 
-PROTOCOL_MAJOR = 1
+PROTOCOL_MAJOR = 2
 PROTOCOL_MINOR = 0
 MAX_FRAME_BYTES = 16 << 20
 """Enough for a registration of several million blocks; more is a bad frame."""

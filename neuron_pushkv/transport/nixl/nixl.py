@@ -20,8 +20,8 @@ _SHORTEST = 0.00002
 _READY_PERIOD = 0.0005
 _IDLE_PERIOD = 0.003
 """Seconds between looks: after something has happened, while a ready word is awaited, and at the most."""
-_REST = 60
-"""An idle thread sleeps that many times as long as its look took."""
+_REST = 100
+"""An idle thread sleeps that many times as long as it computed since its last look."""
 
 
 class NixlTransport(CountingTransport):
@@ -237,19 +237,18 @@ class NixlTransport(CountingTransport):
             self._port.work.notify_all()
 
     def _run(self) -> None:
-        pause = _SHORTEST
+        pause, computed = _SHORTEST, time.thread_time()
         while True:
-            began = time.perf_counter()
             moved = False
             for endpoint in self._endpoints():
                 with endpoint.lock:
                     moved |= endpoint.look()
-            took = time.perf_counter() - began
+            before, computed = computed, time.thread_time()
             with self._lock:
                 if self._closed:
                     return
                 tasks = [task for endpoint in self._peers.values() for task in endpoint.tasks]
-                limit = _READY_PERIOD if tasks else max(_IDLE_PERIOD, _REST * took)
+                limit = _READY_PERIOD if tasks else max(_IDLE_PERIOD, _REST * (computed - before))
                 pause = _SHORTEST if moved else min(2 * pause, limit)
                 nobody = not any(endpoint.connected for endpoint in self._peers.values())
                 self._port.work.wait_for(lambda: self._poked or self._closed, None if nobody else pause)
