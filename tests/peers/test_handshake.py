@@ -301,7 +301,7 @@ def closed_port() -> int:
 
 
 def test_nothing_but_hello_comes_first() -> None:
-    message = Register("t", 1, 1, 0, 16, b"", b"", ((1,),), 16)
+    message = Register("t", 1, 1, 0, 16, b"", b"", (bytes(4),))
     with Party("a") as a:
         address = a.listen()
         for first in (message, Done(1, 1), Refused(Reason.SHUTDOWN, "")):
