@@ -224,9 +224,13 @@ class Receiver(Side):
             raise RuntimeError(f"transfers failed: {', '.join(sorted(results.failed))}")
         return results.finished
 
-    def steps(self, numbers: Sequence[int], seconds: float) -> list[int]:
-        """Engine steps of that length, as vLLM's worker makes them, until all are reported; returns when each was."""
+    def steps(self, numbers: Sequence[int], seconds: float) -> tuple[list[int], list[float]]:
+        """Engine steps of that length, as vLLM's worker makes them, until all are reported.
+
+        Returns when each was, and how many seconds lay between the count of its last write and its report.
+        """
         reported: dict[str, int] = {}
+        self.engine.take_stats()
         deadline = time.monotonic() + REPORT_SECONDS
         while len(reported) < len(numbers) and time.monotonic() < deadline:
             self.engine.begin_step(StepOrders())
@@ -236,7 +240,8 @@ class Receiver(Side):
             now = time.monotonic_ns()
             self.engine.end_step()
             reported |= dict.fromkeys(finished, now)
-        return [reported[f"d{number}"] for number in numbers]
+        waited = self.engine.take_stats()["phases"]["in:report"]
+        return [reported[f"d{number}"] for number in numbers], waited
 
     def watch(self, number: int, probed: bool, port: int) -> float:
         """One transfer from its registration to its report; see :func:`benchmarks.gil.watch`."""

@@ -3,8 +3,9 @@
     python -m benchmarks.stepping
 
 The receiver goes through steps as vLLM's worker does: begin, 20 ms of computing (on an accelerator, so the host
-sleeps), then results are taken. The sender seals prompts of one block at moments that know nothing of these steps. The
-time counts from the seal, so what one block takes to arrive, some hundred microseconds, is in it too.
+sleeps), then results are taken. The sender seals prompts of one block at moments that know nothing of these steps. One
+row counts from the arrival of the last write (the engine's own phase "report"), one from the seal: the block's way and
+COMMIT's are in that too, on cores that have gone to sleep meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def measure(options: Options) -> list[Row]:
     """The mean of each round."""
     work = Work(BLOCK_TOKENS)
     pair = Push(work, options.providers[0], options.libfabric)
-    means = []
+    means, waits = [], []
     try:
         pair.prepare("in order")
         for repeat in range(options.repeats):
@@ -35,9 +36,10 @@ def measure(options: Options) -> list[Row]:
             pair.receiver.ask("receive", numbers, pair.port)
             pair.receiver.tell("steps", numbers, STEP_SECONDS)
             sealed = pair.sender.ask("seal_at_random", numbers, STEP_SECONDS)
-            reported = pair.receiver.answer()
+            reported, waited = pair.receiver.answer()
             for number in numbers:
                 pair.sender.ask("finish", number)
+            waits.append(statistics.fmean(waited))
             means.append(statistics.fmean(end - begin for begin, end in zip(sealed, reported, strict=True)) / 1e9)
         versions = pair.versions
     finally:
@@ -45,14 +47,15 @@ def measure(options: Options) -> list[Row]:
     options.say("steps of 20 ms: done")
     return [
         row(
-            f"mean of {TRANSFERS}, seal to report, steps of 20 ms",
+            f"{since} to report, steps of 20 ms, mean of {TRANSFERS}",
             pair.engine,
             pair.provider,
             tokens=work.tokens,
             size=work.bytes,
-            seconds=means,
+            seconds=seconds,
             versions=versions,
         )
+        for since, seconds in (("arrival", waits), ("seal", means))
     ]
 
 

@@ -230,6 +230,7 @@ class PushEngine:
     # Our own thread.
 
     def _run(self) -> None:
+        tick = 0.0
         while not self._closed.is_set():
             events = self._transport.poll(TICK_SECONDS)
             now = time.monotonic()
@@ -239,9 +240,11 @@ class PushEngine:
                         self._carry_out(self._happened(event, now))
                     for key in self._posting.waiting():
                         self._carry_out(self._outbound.resume(key, now))
-                    self._carry_out(self._inbound.tick(now))
-                    self._carry_out(self._outbound.tick(now))
-                    self._contacts.tick(now)
+                    if now >= tick:
+                        tick = now + TICK_SECONDS
+                        self._carry_out(self._inbound.tick(now))
+                        self._carry_out(self._outbound.tick(now))
+                        self._contacts.tick(now)
                 except Exception:
                     logger.exception("a bug in neuron_pushkv: please report it; the transfers concerned will time out")
                     self._telemetry.event("internal_error")

@@ -34,7 +34,7 @@ class Link:
     layout: Layout
     regions: tuple[RemoteRegion, ...]
     fenced: bool = False
-    plans: dict[Heads, PairPlan | PackedPlan] = field(default_factory=dict)
+    plans: dict[Heads, tuple[PairPlan | PackedPlan, Receiver]] = field(default_factory=dict)
 
 
 class Links:
@@ -162,10 +162,17 @@ class Links:
 
     def plan(self, connection: int, heads: Heads) -> PairPlan | PackedPlan:
         """How our KV goes to that peer. Raises :class:`LayoutError` for heads that one of us hasn't got."""
+        return self._planned(connection, heads)[0]
+
+    def receiver(self, connection: int, heads: Heads) -> Receiver:
+        """What our ledger has to know of that peer's cache. Raises like :meth:`plan`."""
+        return self._planned(connection, heads)[1]
+
+    def _planned(self, connection: int, heads: Heads) -> tuple[PairPlan | PackedPlan, Receiver]:
         link = self._links[connection]
         known = link.plans.get(heads)
         if known is None:
-            known = choose(
+            plan = choose(
                 self._layout,
                 link.layout,
                 heads,
@@ -176,13 +183,9 @@ class Links:
             )
             if len(link.plans) >= PLANS_PER_PEER:
                 link.plans.clear()
+            known = plan, Receiver(link.layout.blocks, link.layout.groups, plan.units)
             link.plans[heads] = known
         return known
-
-    def receiver(self, connection: int, heads: Heads) -> Receiver:
-        """What our ledger has to know of that peer's cache. Raises like :meth:`plan`."""
-        layout = self._links[connection].layout
-        return Receiver(layout.blocks, layout.groups, self.plan(connection, heads).units)
 
     # Either.
 
