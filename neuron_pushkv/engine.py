@@ -204,6 +204,9 @@ class PushEngine:
             if stale != self._stale:
                 self._telemetry.event("stale_arrival", stale - self._stale)
                 self._stale = stale
+            self._telemetry.gauge("open_receives", len(self._inbound))
+            self._telemetry.gauge("open_sends", len(self._outbound))
+            self._telemetry.gauge("staging_bytes", self._posting.staged)
             return self._telemetry.take()
 
     def close(self) -> None:

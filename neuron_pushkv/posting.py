@@ -43,6 +43,11 @@ class Posting:
             self._staging = Staging(self._transport.register(memory), buffer)
         return self._staging
 
+    @property
+    def staged(self) -> int:
+        """Bytes that are packed and not written yet."""
+        return sum(extent.length for extent in self._extents.values())
+
     def waiting(self) -> list[Key]:
         """Deliveries to be taken up again, in the order in which they began to wait; those without room come back."""
         waiting, self._waiting = list(self._waiting), {}

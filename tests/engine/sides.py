@@ -79,6 +79,7 @@ class Side:
         self.failed: list[str] = []
         self.freed: list[str] = []
         self.stats: dict[str, dict[str, int]] = {}
+        self.gauges: dict[str, dict[str, float]] = {}
 
     def __enter__(self) -> Side:
         return self
@@ -101,6 +102,8 @@ class Side:
         assert results.failed <= results.finished
         assert len(set(self.finished)) == len(self.finished), "vLLM was told twice"
         for name, counts in self.engine.take_stats().items():
+            if name == "gauges":
+                self.gauges.update(counts)
             if name in COUNTS:
                 mine = self.stats.setdefault(name, {})
                 for key, count in counts.items():
