@@ -5,14 +5,15 @@ RUN := $(VENV)/bin/python -m
 PYTEST := $(RUN) pytest --durations=15
 SOAK_SECONDS ?= 600
 SOAK_SEED ?=
+BENCH_FILE ?= .build/bench.json
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast soak lint format lock clean clean-all
+.PHONY: help setup demo test test-fast soak bench lint format lock clean clean-all
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 	@echo
-	@echo "Can be set: PYTHON (which Python makes $(VENV)), CC, TORCH_PIP_ARGS (how pip finds torch), ARGS (for pytest), SOAK_SECONDS, SOAK_SEED."
+	@echo "Can be set: PYTHON (which Python makes $(VENV)), CC, TORCH_PIP_ARGS (how pip finds torch), ARGS (for pytest), SOAK_SECONDS, SOAK_SEED, BENCH_FILE."
 
 setup: ## virtual environment, torch, vLLM, this package and its native core; about 4 minutes the first time
 	@scripts/setup.sh
@@ -28,6 +29,10 @@ test-fast: setup ## the tests that start no vLLM
 
 soak: setup ## two engines under random trouble for SOAK_SECONDS (600); a failure names its seed, SOAK_SEED repeats it
 	$(RUN) tests.soak --seconds $(SOAK_SECONDS) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
+
+bench: setup ## KV transfers between processes of this machine beside NIXL and memcpy, about 4 minutes; rows go to BENCH_FILE
+	@mkdir -p $(dir $(BENCH_FILE))
+	$(RUN) benchmarks.transfer --json $(BENCH_FILE)
 
 lint: setup ## ruff, mypy and the import contract
 	$(RUN) ruff check .

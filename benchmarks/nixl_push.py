@@ -14,10 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gil import Probe
-from benchmarks.work import BLOCK_BYTES, REGIONS, Cache, Work
+from benchmarks.gil import watch
+from benchmarks.work import REGIONS, Cache, Work
 
 REPORT_SECONDS = 30
+WATCHED_PAUSE = 0.03
+"""How often the end of a transfer whose GIL is watched is looked for: looking takes the GIL too."""
+INSTALL = "NIXL is not installed, so its rows are missing: pip install --no-deps nixl==1.5.0 nixl-cu12==1.5.0"
 
 
 def version() -> str | None:
@@ -41,7 +44,7 @@ class Side:
 
         self.work = work
         self.cache = Cache(work)
-        self.probe = Probe()
+        self.cache.blank()
         self.table: list[int] = []
         self.agent: Any = nixl_agent(name, nixl_agent_config(num_threads=4, capture_telemetry=True))
         whole = [(self.cache.region(index), work.region_bytes, 0, "") for index in range(REGIONS)]
@@ -55,18 +58,10 @@ class Side:
         """What the other side needs."""
         return self.agent.get_agent_metadata(), self.cache.address
 
-    def watch(self) -> None:
-        """Count from now on how long the GIL is held."""
-        self.probe.start()
-
-    def watched(self) -> float:
-        """Milliseconds for which it was."""
-        return self.probe.stop()
-
     def descriptors(self, agent: str, start: int) -> Any:
         """Of every block of every region of a cache, prepared."""
-        blocks = np.arange(REGIONS * self.work.cache_blocks, dtype=np.uint64) * BLOCK_BYTES + start
-        table = np.stack((blocks, np.full_like(blocks, BLOCK_BYTES), np.zeros_like(blocks)), axis=1)
+        blocks: Any = np.arange(REGIONS * self.work.cache_blocks, dtype=np.uint64) * self.work.block_bytes + start
+        table = np.stack((blocks, np.full_like(blocks, self.work.block_bytes), np.zeros_like(blocks)), axis=1)
         return self.agent.prep_xfer_dlist(agent, self.agent.get_xfer_descs(table, "DRAM"))
 
     def indices(self, table: list[int]) -> Any:
@@ -110,6 +105,10 @@ class Sender(Side):
         self.agent.release_xfer_handle(handle)
         return ready
 
+    def watch(self, number: int, probed: bool) -> float:
+        """One transfer; see :func:`benchmarks.gil.watch`."""
+        return watch(lambda: self.seal(number, WATCHED_PAUSE), probed=probed)
+
 
 class Receiver(Side):
     """Wants the prompt's KV."""
@@ -131,3 +130,7 @@ class Receiver(Side):
                 return time.monotonic_ns()
             time.sleep(pause)
         raise RuntimeError(f"no notification within {REPORT_SECONDS} s")
+
+    def watch(self, number: int, probed: bool) -> float:
+        """One transfer; see :func:`benchmarks.gil.watch`."""
+        return watch(lambda: self.report(number, WATCHED_PAUSE), probed=probed)

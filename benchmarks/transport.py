@@ -8,7 +8,6 @@ else runs on the machine shows as the difference between them.
 
 from __future__ import annotations
 
-import array
 import ctypes
 import statistics
 import sys
@@ -17,8 +16,10 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
+
 from neuron_pushkv.device.base import Memory
-from neuron_pushkv.transport.base import Product, Span, Written, immediate
+from neuron_pushkv.transport.base import Product, Span, SpanTable, Written, immediate
 from neuron_pushkv.transport.fabric import FabricTransport
 
 SIZES = ((4096, 16384), (65536, 2048), (1 << 20, 128))
@@ -49,7 +50,7 @@ class End:
 def receive(pipe: Connection, provider: str, library: Path | None) -> None:
     """The other process."""
     end = End(provider, library)
-    pipe.send((end.transport.address(end.peer), end.registration.remote_address(end.start), end.registration.key))
+    pipe.send((end.transport.address(end.peer), end.registration.description))
     end.transport.connect(end.peer, pipe.recv())
     end.transport.expect(0, 0)
     pipe.send(None)
@@ -68,13 +69,13 @@ def measure(provider: str, library: Path | None) -> None:
     other = context.Process(target=receive, args=(theirs, provider, library))
     other.start()
     end = End(provider, library)
-    address, remote, key = pipe.recv()
+    address, description = pipe.recv()
     end.transport.connect(end.peer, address)
     pipe.send(end.transport.address(end.peer))
     pipe.recv()
     print(f"{provider} ({end.transport.library}, {end.transport.provider})")
-    span = Span(end.registration, end.start, remote, key)
-    one = Product([span], array.array("Q", (0, 0, 8)))
+    spans = SpanTable([Span(end.registration, end.start, end.transport.attach(end.peer, description), 0)])
+    one = Product(spans, np.array([(0, 0, 8)], dtype=np.uint64))
     for _ in range(200):
         end.transport.write(end.peer, [one], immediate(0, 0))
         end.transport.poll(5)
@@ -86,10 +87,8 @@ def measure(provider: str, library: Path | None) -> None:
         times.append(time.perf_counter() - began)
     print(f"  one write of 8 bytes, from the call to its event: median {statistics.median(times) * 1e6:.0f} us")
     for size, count in SIZES:
-        runs = array.array("Q")
-        for i in range(count):
-            runs.extend((i * size % BUFFER, i * size % BUFFER, size))
-        product = Product([span], runs)
+        places = np.arange(count, dtype=np.uint64) * np.uint64(size) % np.uint64(BUFFER)
+        product = Product(spans, np.stack([places, places, np.full_like(places, size)], axis=1))
         times, calls = [], []
         for _ in range(ROUNDS):
             began = time.perf_counter()

@@ -18,14 +18,19 @@ BLOCK_BYTES = 4096
 REGIONS = 128
 SPARE_BLOCKS = 256
 """Blocks of each cache beyond those of the prompt, so that a scattered table has gaps too."""
+TOKENS = 16384
 ORDERS = ("in order", "random")
+MAP_NORESERVE = 0x4000
+"""From Linux' ``mman.h``: Python's mmap has no name for it."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """How long the prompt is; the rest follows."""
+    """How long the prompt is and how large the cache around it; the rest follows."""
 
-    tokens: int
+    tokens: int = TOKENS
+    block_bytes: int = BLOCK_BYTES
+    spare_blocks: int = SPARE_BLOCKS
 
     @property
     def blocks(self) -> int:
@@ -35,36 +40,35 @@ class Work:
     @property
     def cache_blocks(self) -> int:
         """Of each region."""
-        return self.blocks + SPARE_BLOCKS
+        return self.blocks + self.spare_blocks
 
     @property
     def region_bytes(self) -> int:
         """Of each region."""
-        return self.cache_blocks * BLOCK_BYTES
+        return self.cache_blocks * self.block_bytes
 
     @property
     def bytes(self) -> int:
         """That one transfer moves."""
-        return self.blocks * BLOCK_BYTES * REGIONS
+        return self.blocks * self.block_bytes * REGIONS
 
     def table(self, order: str, side: str) -> list[int]:
         """The prompt's block ids on one side, in token order. Unlike on the two sides, but the same in every run."""
         if order == "in order":
-            first = SPARE_BLOCKS // 2 if side == "receiver" else 0
+            first = self.spare_blocks // 2 if side == "receiver" else 0
             return list(range(first, first + self.blocks))
         return random.Random(side).sample(range(self.cache_blocks), self.blocks)
 
 
 class Cache:
-    """One rank's KV cache: one allocation, region after region."""
+    """One rank's KV cache: one allocation, region after region. Pages are there when something touches them."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
         self.bytes = REGIONS * work.region_bytes
-        self._memory = mmap.mmap(-1, self.bytes)
+        self._memory = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
         self._view = memoryview(self._memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self.blank()
 
     def blank(self) -> None:
         """Forget everything; also makes sure that every page is there."""
@@ -77,13 +81,14 @@ class Cache:
     def fill(self, table: list[int], salt: int) -> None:
         """Let every 16 bytes say which region and which block of which prompt they belong to."""
         for where, what in self._blocks(table, salt):
-            self._view[where : where + BLOCK_BYTES] = what
+            self._view[where : where + len(what)] = what
 
     def holds(self, table: list[int], salt: int) -> bool:
         """Whether every byte is as :meth:`fill` would have it."""
-        return all(self._view[where : where + BLOCK_BYTES] == what for where, what in self._blocks(table, salt))
+        return all(self._view[where : where + len(what)] == what for where, what in self._blocks(table, salt))
 
     def _blocks(self, table: list[int], salt: int) -> Iterator[tuple[int, bytes]]:
+        size = self.work.block_bytes
         for region, (index, block) in product(range(REGIONS), enumerate(table)):
-            pattern = struct.pack("<IIQ", region, index, salt) * (BLOCK_BYTES // 16)
-            yield region * self.work.region_bytes + block * BLOCK_BYTES, pattern
+            pattern = struct.pack("<IIQ", region, index, salt) * (size // 16)
+            yield region * self.work.region_bytes + block * size, pattern

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from neuron_pushkv.errors import ConfigError
 
@@ -90,9 +99,24 @@ class ConnectorSettings(Security):
     """libfabric provider. Start-up fails if the one that is found is another."""
     libfabric: Path | None = None
     """Path of libfabric.so.1; by default EFA's own, the loader's, the ``mpich`` wheel's (that first unless for EFA)."""
+    transport: Literal["auto", "fabric", "nixl"] = "auto"
+    """What moves KV: libfabric or NIXL. ``auto`` is NIXL for GPUs with provider ``shm``, and libfabric otherwise."""
+    nixl_backend: Annotated[str, Field(pattern=r"^\w{1,32}$")] = "UCX"
+    """NIXL's plugin, where NIXL is used: ``UCX``, ``LIBFABRIC``, ... The same on both sides."""
+    progress_core: NonNegativeInt | None = None
+    """CPU core for the thread that moves the data, one that nothing else is busy on; by default any."""
 
-    push_granularity: Literal["step", "request"] = "step"
-    """When KV moves: with each prefill step what it has filled, or all of it when prefill ends."""
+    push_granularity: Literal["step", "request", "layer"] = "step"
+    """When KV moves: after each prefill step what it has filled; all of it when prefill ends (``request``); or each
+    layer's while the next one is computed, where vLLM's per-layer hook runs (``layer``; it makes graphs piecewise)."""
+    smallest_write_bytes: Annotated[int, Field(ge=0)] = 512
+    """Between unlike layouts: smaller writes are packed into larger ones on the sender or, where that can't be, the
+    peer is refused."""
+    staging_bytes: PositiveInt = 64 << 20
+    """Host memory that small writes are packed in, taken when the first peer needs it."""
+    max_parked_bytes: Annotated[int, Field(ge=0)] | None = None
+    """KV that finished requests may keep for receivers, per rank (as ``--kv-cache-memory-bytes``); beyond it the
+    oldest is let go. By default half of the engine's KV cache."""
 
     connect_seconds: PositiveSeconds = 2.0
     """How long connecting to a peer and the handshake with it may take together."""

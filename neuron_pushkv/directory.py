@@ -12,7 +12,8 @@ import os
 import secrets
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.errors import HandshakeRefused, Reason, WireError
@@ -28,6 +29,7 @@ from neuron_pushkv.wire import (
     Freed,
     Hello,
     Identity,
+    LetGo,
     Listening,
     Rank,
     Status,
@@ -53,6 +55,14 @@ class _Worker:
     lost_at: float | None = None
 
 
+@dataclass
+class _Kept:
+    """A request whose blocks are held. ``freed`` by these ranks, ``got`` from these by all that were to get it."""
+
+    freed: set[Rank] = field(default_factory=set)
+    got: set[Rank] = field(default_factory=set)
+
+
 class Directory:
     """Listens at once, on the settings' host; raises :class:`~neuron_pushkv.errors.ConfigError` if it can't.
 
@@ -75,7 +85,7 @@ class Directory:
         self._lock = threading.Lock()
         self._workers: dict[Rank, _Worker] = {}
         self._roles: dict[Connection, tuple[str, Rank]] = {}
-        self._kept: dict[str, set[Rank]] = {}
+        self._kept: dict[str, _Kept] = {}
         self._freed: list[str] = []
         self._node = Node(
             handler=self,
@@ -95,7 +105,7 @@ class Directory:
     def keep(self, request: str) -> None:
         """This request's blocks are held from now on, until every rank has reported it freed."""
         with self._lock:
-            self._kept.setdefault(request, set())
+            self._kept.setdefault(request, _Kept())
 
     def kept(self) -> int:
         """How many requests are held."""
@@ -108,7 +118,7 @@ class Directory:
             now = time.monotonic()
             for rank, worker in self._workers.items():
                 if worker.lost_at is not None and now - worker.lost_at >= self._gone_seconds:
-                    self._let_go(rank, list(self._kept))
+                    self._let_go(rank, [(request, 0) for request in self._kept])
             freed, self._freed = self._freed, []
             return freed
 
@@ -161,7 +171,7 @@ class Directory:
                 return
             before = self._workers.get(theirs.rank)
             if before is not None and before.incarnation != theirs.incarnation:
-                self._let_go(theirs.rank, list(self._kept))
+                self._let_go(theirs.rank, [(request, 0) for request in self._kept])
             self._workers[theirs.rank] = _Worker(connection, theirs.incarnation)
 
     def down(self, connection: Connection, reason: Reason, detail: str) -> None:
@@ -195,15 +205,24 @@ class Directory:
 
     # Under the lock.
 
-    def _let_go(self, rank: Rank, requests: list[str] | tuple[str, ...]) -> None:
-        for request in requests:
-            reported = self._kept.get(request)
-            if reported is None:
+    def _let_go(self, rank: Rank, requests: Iterable[tuple[str, int]]) -> None:
+        """Where fewer ranks than all were asked, as for heads that several hold, the rest is told by us."""
+        unasked: dict[Rank, list[str]] = {}
+        for request, asked in requests:
+            kept = self._kept.get(request)
+            if kept is None:
                 continue
-            reported.add(rank)
-            if len(reported) >= self._ranks:
+            kept.freed.add(rank)
+            if len(kept.freed) >= self._ranks:
                 del self._kept[request]
                 self._freed.append(request)
+            elif asked:
+                kept.got.add(rank)
+                if len(kept.got) >= asked:
+                    for other in self._workers.keys() - kept.freed:
+                        unasked.setdefault(other, []).append(request)
+        for other, names in unasked.items():
+            self._node.send(self._workers[other].connection, LetGo(tuple(names)))
 
     def _there(self) -> list[tuple[Rank, Listening]]:
         """The ranks that are connected and have said where they listen, in order."""

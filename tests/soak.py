@@ -32,8 +32,8 @@ SETTINGS = {
 }
 SILENCE_SECONDS = 25.0
 """Longer than any deadline and all that may follow it: a request without a report by then has been forgotten."""
-GUARDED = 48
-"""Blocks of the next owner that are watched before they are used again."""
+GUARDED = 12
+"""Next owners of blocks that are watched before these are used again."""
 WARM = 2000
 """Reports after which memory is not to grow any more."""
 MOST_OBJECTS, MOST_NATIVE = 5000, 1 << 20
@@ -66,6 +66,15 @@ class Awaited:
 
 
 @dataclass
+class Intended:
+    """A request that has no blocks yet. ``port`` is its sender's."""
+
+    prompt: int
+    tokens: int
+    port: int
+
+
+@dataclass
 class Engine:
     """One of the two, with all that it must be holding."""
 
@@ -75,7 +84,8 @@ class Engine:
     free: list[int] = field(default_factory=lambda: list(range(BLOCKS)))
     sources: dict[str, Source] = field(default_factory=dict)
     awaited: dict[str, Awaited] = field(default_factory=dict)
-    guarded: deque[tuple[int, int]] = field(default_factory=deque)
+    intended: dict[str, Intended] = field(default_factory=dict)
+    guarded: deque[tuple[int, list[int]]] = field(default_factory=deque)
     reports: int = 0
     warm: list[int] = field(default_factory=list)
     latest: list[int] = field(default_factory=list)
@@ -120,8 +130,11 @@ class Soak:
         dice = self.chance.random()
         if dice < 0.45:
             self.begin(here, there)
-        elif dice < 0.97 and here.sources:
+        elif dice < 0.93 and here.sources:
             self.go_on(here, self.chance.choice(list(here.sources)))
+        elif dice < 0.97:
+            if here.intended:
+                self.admit(here, self.chance.choice(list(here.intended)))
         elif dice < 0.978 and here.awaited:
             here.side.do("withdraw", self.chance.choice(list(here.awaited)))
             self.counts["aborts"] += 1
@@ -146,6 +159,11 @@ class Soak:
         self.chance.shuffle(legs)
         if self.chance.random() < 0.05:
             legs.pop()
+        if self.chance.random() < 0.1:
+            there.side.do("intend", f"d{prompt}", prompt, tokens, here.port, f"t{prompt}")
+            there.intended[f"d{prompt}"] = Intended(prompt, tokens, here.port)
+            legs = [self.offer] if self.offer in legs else []
+            self.counts["intents"] += 1
         for leg in legs:
             leg(here, there, prompt, tokens, first)
         self.counts["transfers"] += len(legs) == 2
@@ -160,6 +178,22 @@ class Soak:
         blocks = self.take(there, -(-tokens // 16) - first)
         there.awaited[f"d{prompt}"] = Awaited(prompt, blocks, first, time.monotonic())
         there.side.do("receive", f"d{prompt}", prompt, tokens, blocks, here.port, f"t{prompt}", 16 * first)
+
+    def admit(self, engine: Engine, request: str) -> None:
+        """What was intended has blocks now; or its client is gone, and its sender may hear so."""
+        intended = engine.intended[request]
+        prompt, count, dice = intended.prompt, -(-intended.tokens // 16), self.chance.random()
+        if dice < 0.8 and len(engine.free) < count:
+            return
+        del engine.intended[request]
+        if dice < 0.8:
+            blocks = self.take(engine, count)
+            engine.awaited[request] = Awaited(prompt, blocks, 0, time.monotonic())
+            engine.side.do("receive", request, prompt, intended.tokens, blocks, intended.port, f"t{prompt}")
+            return
+        engine.side.do("withdraw", request)
+        if dice < 0.9:
+            engine.side.do("release", f"t{prompt}", intended.port)
 
     def go_on(self, engine: Engine, request: str) -> None:
         """A source is computed, or finished; or it fails, or is preempted and loses its blocks at once."""
@@ -223,19 +257,18 @@ class Soak:
 
     def guard(self, engine: Engine, blocks: list[int]) -> None:
         """They belong to somebody else now; the longest guarded ones must be untouched, and are free again."""
-        for block in blocks:
-            self.owners += 1
-            engine.side.do("fill", self.owners, [block])
-            engine.guarded.append((self.owners, block))
+        self.owners += 1
+        engine.side.do("fill", self.owners, blocks)
+        engine.guarded.append((self.owners, blocks))
         self.release(engine, GUARDED)
 
     def release(self, engine: Engine, left: int) -> None:
-        """Check and free all guarded blocks but so many."""
+        """Check and free the blocks of all guarded owners but so many."""
         while len(engine.guarded) > left:
-            owner, block = engine.guarded.popleft()
-            if not engine.side.do("holds", owner, [block]):
-                raise Wrong(f"block {block} of {engine.name} was written to after its report")
-            engine.free.append(block)
+            owner, blocks = engine.guarded.popleft()
+            if not engine.side.do("holds", owner, blocks):
+                raise Wrong(f"one of the blocks {blocks} of {engine.name} was written to after its report")
+            engine.free += blocks
 
     def take(self, engine: Engine, count: int) -> list[int]:
         """That many free blocks, anywhere."""
@@ -257,6 +290,8 @@ class Soak:
     def settle(self) -> None:
         """Nothing new; everything ends by itself; then all is as it was, and works."""
         for engine in self.engines:
+            for request in engine.intended:
+                engine.side.do("withdraw", request)
             for request, source in list(engine.sources.items()):
                 if not source.finished:
                     if not source.sealed:

@@ -56,8 +56,8 @@ class Worker(Party):
     def listening(self, port: int = 4000) -> None:
         self.say(Listening(self.rank, HOST, port + self.rank.tp, "tcp", "libfabric 2.5"))
 
-    def freed(self, *requests: str) -> None:
-        self.say(Freed(self.rank, requests))
+    def freed(self, *requests: str, asked: int = 0) -> None:
+        self.say(Freed(self.rank, tuple((request, asked) for request in requests)))
 
 
 def look_up(directory: Directory) -> Identity:
@@ -246,11 +246,11 @@ def test_workers_do_not_exchange_kv_with_a_directory(directory: Directory) -> No
 @pytest.mark.parametrize(
     ("role", "message"),
     [
-        ("lookup", Freed(TP0, ("r",))),
-        ("router", Freed(TP0, ("r",))),
+        ("lookup", Freed(TP0, (("r", 0),))),
+        ("router", Freed(TP0, (("r", 0),))),
         ("router", Listening(TP0, HOST, 1, "tcp", "")),
         ("rank", Status()),
-        ("rank", Freed(TP1, ("r",))),
+        ("rank", Freed(TP1, (("r", 0),))),
         ("rank", Done(1, 1)),
     ],
 )

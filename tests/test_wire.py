@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from neuron_pushkv import wire
 from neuron_pushkv.errors import Reason, WireError
-from neuron_pushkv.layout import Layout, Region
+from neuron_pushkv.layout import Group, Layout, Region
 from neuron_pushkv.transport import base
 
 ALL = typing.get_args(wire.AnyMessage)
@@ -43,6 +43,8 @@ def of_node(node: msgspec.inspect.Type) -> st.SearchStrategy[typing.Any]:
             return st.none()
         case msgspec.inspect.EnumType():
             return st.sampled_from(list(node.cls))
+        case msgspec.inspect.LiteralType():
+            return st.sampled_from(node.values)
         case msgspec.inspect.UnionType():
             return st.one_of([of_node(each) for each in node.types])
         case msgspec.inspect.VarTupleType():
@@ -158,12 +160,12 @@ def test_lengths_are_bounded() -> None:
 
 def test_an_identity_is_as_long_as_its_regions_and_not_its_blocks() -> None:
     def identity(regions: int, blocks: int) -> bytes:
-        layout = Layout(
-            "kernel", 16, blocks, tuple(Region(f"model.layers.{n}.attn", 2**47, 65536, blocks) for n in range(regions))
-        )
-        places = tuple(wire.RemoteRegion(2**47, 2**63) for _ in range(regions))
-        proved = bytes(wire.PROOF_BYTES)
-        return wire.encode(wire.Proof(proved, wire.Identity("e", 2**63, wire.Rank(), "m", "tcp", layout, places)))
+        held = (Region(f"model.layers.{n}.attn", "kv", 0, 2**47, 65536, 8192, 0, 8192, 8, 8) for n in range(regions))
+        layout = Layout("kernel", blocks, (Group(16),), tuple(held), 64)
+        places = tuple(wire.RemoteRegion(0, 2**47) for _ in range(regions))
+        proved, memory = bytes(wire.PROOF_BYTES), (bytes(64),)
+        ours = wire.Identity("e", 2**63, wire.Rank(), "m", "tcp", layout, memory, places)
+        return wire.encode(wire.Proof(proved, ours))
 
     assert len(identity(128, 1_000_000)) < 32 * 1024
     assert abs(len(identity(128, 1_000_000)) - len(identity(128, 100_000))) < 1024

@@ -11,6 +11,13 @@ from typing import Any
 
 from neuron_pushkv import content
 from neuron_pushkv.content import Content
+from neuron_pushkv.orders import Blocks
+
+NULL_BLOCK = 0
+"""What vLLM writes into a sliding window group's block table in place of a block that has left the window: the id of
+``BlockPool.null_block``, which is the pool's first block."""
+MAX_TRACEPARENT = 128
+"""Longest ``traceparent`` that is handed on, in characters; version 00 of W3C Trace Context has 55."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +27,10 @@ class Scheduled:
     request: str
     computed: int
     scheduled: int
-    blocks: tuple[int, ...]
-    """Block ids of the one KV cache group, in token order, prefix hits included."""
+    blocks: Blocks
+    """Prefix hits included; :data:`NULL_BLOCK` for what a window has left behind."""
     whole: bool
-    """Whether ``blocks`` is the request's whole table; otherwise it is what this step adds to it."""
+    """Whether ``blocks`` are the request's whole tables; otherwise they are what this step adds to them."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ def step_view(output: Any, wanted: Container[str]) -> StepView:
     """Read the ``wanted`` requests out of vLLM's SchedulerOutput (there may be hundreds of others in a step)."""
     counts = output.num_scheduled_tokens
     new = tuple(
-        Scheduled(data.req_id, data.num_computed_tokens, counts[data.req_id], _only_group(data.block_ids), whole=True)
+        Scheduled(data.req_id, data.num_computed_tokens, counts[data.req_id], tables(data.block_ids), whole=True)
         for data in output.scheduled_new_reqs
         if data.req_id in wanted
     )
@@ -60,23 +67,23 @@ def step_view(output: Any, wanted: Container[str]) -> StepView:
         if request not in wanted:
             continue
         is_resumed = request in cached.resumed_req_ids
-        table = state.get_block_ids(request) if state is not None else None
-        blocks = table if table is not None else cached.new_block_ids[index]
+        whole = state.get_block_ids(request) if state is not None else None
+        blocks = whole if whole is not None else cached.new_block_ids[index]
         scheduled = Scheduled(
             request,
             cached.num_computed_tokens[index],
             counts[request],
-            _only_group(blocks) if blocks is not None else (),
-            whole=is_resumed or table is not None,
+            tables(blocks) if blocks is not None else (),
+            whole=is_resumed or whole is not None,
         )
         (resumed if is_resumed else running).append(scheduled)
     preempted = frozenset(request for request in output.preempted_req_ids or () if request in wanted)
     return StepView(new, tuple(running), tuple(resumed), preempted)
 
 
-def _only_group(blocks: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    (group,) = blocks
-    return tuple(group)
+def tables(blocks: Sequence[Sequence[int]]) -> Blocks:
+    """vLLM's block ids per group, as ours."""
+    return tuple(tuple(group) for group in blocks)
 
 
 def is_phantom(request: Any) -> bool:
@@ -100,6 +107,15 @@ def content_of(model: str, request: Any) -> Content:
     features = [f"{feature.identifier}@{feature.mm_position.offset}" for feature in request.mm_features]
     seed = content.seed(model, adapter, request.cache_salt or "", *features)
     return Content.of(seed, request.prompt_token_ids)
+
+
+def traceparent(request: Any) -> str:
+    """The request's W3C trace context, or "". Clients may send anything; what is no plausible header is dropped."""
+    for name, value in (request.trace_headers or {}).items():
+        if isinstance(name, str) and name.lower() == "traceparent":
+            plausible = isinstance(value, str) and len(value) <= MAX_TRACEPARENT and value.isprintable()
+            return value if plausible else ""
+    return ""
 
 
 def reports_requests() -> bool:

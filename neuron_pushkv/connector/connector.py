@@ -11,14 +11,16 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from neuron_pushkv import config
 from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.connector import caches, compat
 from neuron_pushkv.connector.fingerprint import fingerprint
+from neuron_pushkv.connector.groups import block_bytes, groups_of
 from neuron_pushkv.connector.metadata import PushKVMetadata
 from neuron_pushkv.connector.parameters import AllowedHosts
+from neuron_pushkv.connector.parking import Parking
 from neuron_pushkv.connector.plugin import follow_vllm_log
 from neuron_pushkv.connector.scheduler import SchedulerSide
 from neuron_pushkv.connector.stats import PushKVMetrics, PushKVStats
@@ -27,7 +29,7 @@ from neuron_pushkv.device import accelerator_for
 from neuron_pushkv.directory import Directory
 from neuron_pushkv.engine import PushEngine
 from neuron_pushkv.errors import ConfigError
-from neuron_pushkv.transport.fabric import FabricTransport
+from neuron_pushkv.transport.choosing import open_transport
 from neuron_pushkv.wire import Rank
 
 _WHERE = "kv_connector_extra_config"
@@ -38,7 +40,7 @@ def new_incarnation() -> int:
     return secrets.randbits(64)
 
 
-class PushKVConnector(KVConnectorBase_V1):
+class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
     """See the module's text. Raises :class:`ConfigError` for what can't work, before any model is loaded."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -46,25 +48,27 @@ class PushKVConnector(KVConnectorBase_V1):
         follow_vllm_log()
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._settings = config.parse(ConnectorSettings, transfer.kv_connector_extra_config, _WHERE)
-        check(vllm_config, kv_cache_config)
+        check(vllm_config)
+        self._groups = groups_of(kv_cache_config)
         self._model = fingerprint(vllm_config)
-        self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
-        self._blocks = int(kv_cache_config.num_blocks)
+        self._by_layer = self._settings.push_granularity == "layer"
         self._port = self._settings.port + parallel.data_parallel_index
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._directory: Directory | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._start_scheduler(transfer.engine_id, parallel)
+            self._start_scheduler(transfer.engine_id, parallel, kv_cache_config)
 
-    def _start_scheduler(self, engine_id: str, parallel: Any) -> None:
+    def _start_scheduler(self, engine_id: str, parallel: Any, kv_cache_config: Any) -> None:
         settings, tp_size, pp_size = self._settings, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         self._directory = Directory(
             settings, engine_id=engine_id, incarnation=new_incarnation(), port=self._port, ranks=tp_size * pp_size
         )
+        size, most = block_bytes(kv_cache_config), settings.max_parked_bytes
+        limit = kv_cache_config.num_blocks // 2 if most is None else most // size
         self._scheduler = SchedulerSide(
             model=self._model,
-            block_size=self._block_size,
+            groups=self._groups,
             tp_size=tp_size,
             pp_size=pp_size,
             hosts=AllowedHosts(settings.host, settings.allowed_remote_hosts),
@@ -73,9 +77,9 @@ class PushKVConnector(KVConnectorBase_V1):
                 "remote_host": settings.host,
                 "remote_port": self._port,
             },
-            directory=self._directory,
+            parking=Parking(self._directory, limit=limit, block_bytes=size),
             fail_refused=self._kv_transfer_config.kv_load_failure_policy == "fail",
-            by_step=settings.push_granularity == "step",
+            by_step=settings.push_granularity != "request",
         )
 
     # Worker process.
@@ -86,22 +90,29 @@ class PushKVConnector(KVConnectorBase_V1):
 
         parallel = self._vllm_config.parallel_config
         rank = Rank(parallel.data_parallel_index, get_pp_group().rank_in_group, get_tp_group().rank_in_group)
-        kernel = caches.kernel_name(kv_caches, self._vllm_config.compilation_config.static_forward_context)
+        heads = self._vllm_config.model_config.get_total_num_kv_heads()
+        layout = caches.describe(
+            kv_caches,
+            self._vllm_config.compilation_config.static_forward_context,
+            self._kv_cache_config,
+            caches.Shard(rank.tp, parallel.tensor_parallel_size, heads),
+        )
         accelerator = accelerator_for(next(iter(kv_caches.values())).device.type)
         settings = self._settings
-        transport = FabricTransport(provider=settings.provider, library=settings.libfabric, host=settings.host)
+        memory = caches.storages(kv_caches, accelerator)
+        transport = open_transport(settings, accelerator, memory)
         engine = PushEngine(
             settings=settings,
             engine_id=self._kv_transfer_config.engine_id,
             incarnation=new_incarnation(),
             rank=rank,
             model=self._model,
-            layout=caches.describe(kv_caches, kernel, self._blocks, self._block_size),
-            memory=caches.storages(kv_caches, accelerator),
+            layout=layout,
+            memory=memory,
             transport=transport,
             accelerator=accelerator,
             directory=(settings.host, self._port),
-            library=transport.library,
+            sizes=(parallel.pipeline_parallel_size, parallel.tensor_parallel_size),
         )
         about = {"provider": transport.provider, "library": transport.library}
         self._worker = WorkerSide(engine, leads=(rank.pp, rank.tp) == (0, 0), about=about)
@@ -122,7 +133,9 @@ class PushKVConnector(KVConnectorBase_V1):
         """Loads end between steps."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """What is computed is pushed out of vLLM's own blocks."""
+        """A layer of the forward pass has been launched. What it computes is pushed out of vLLM's own blocks."""
+        if self._by_layer:
+            self._at_work().advance_layer(layer_name, self._get_connector_metadata())
 
     def wait_for_save(self) -> None:
         """The forward pass has been launched."""
@@ -185,8 +198,14 @@ class PushKVConnector(KVConnectorBase_V1):
         self._deciding().update_connector_output(connector_output.finished_recving or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The same, where vLLM has turned off hybrid KV caches and there is one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended. Never asks vLLM to keep its blocks: an engine that does steps without pause."""
-        return False, self._deciding().request_finished(request, block_ids)
+        return False, self._deciding().request_finished(request, compat.tables(block_ids))
 
     def has_pending_push_work(self) -> bool:
         """Nothing that we do needs the engine to step."""
@@ -194,7 +213,7 @@ class PushKVConnector(KVConnectorBase_V1):
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """All groups are loaded; vLLM would zero the blocks of others after they have been registered."""
-        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+        return tuple(range(len(self._groups)))
 
     def _deciding(self) -> SchedulerSide:
         if self._scheduler is None:
@@ -209,6 +228,11 @@ class PushKVConnector(KVConnectorBase_V1):
             self._worker.close()
         if self._directory is not None:
             self._directory.close()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether hooks have to run between a model's layers."""
+        return bool(extra_config.get("push_granularity") == "layer")
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PushKVStats:
@@ -227,24 +251,11 @@ class PushKVConnector(KVConnectorBase_V1):
         return PushKVMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def check(vllm_config: Any, kv_cache_config: Any) -> None:
+def check(vllm_config: Any) -> None:
     """Raise :class:`ConfigError` for a configuration that this connector can't serve."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
-
     role = vllm_config.kv_transfer_config.kv_role
     if role != "kv_both":
         raise ConfigError(f'kv_role is "{role}"; set "kv_role": "kv_both" in --kv-transfer-config on every engine')
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise ConfigError(
-            f"this model has {len(groups)} KV cache groups, and only models with one can be served yet; "
-            f"with --disable-hybrid-kv-cache-manager vLLM may make do with one"
-        )
-    spec = groups[0].kv_cache_spec
-    specs = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    unlike = next((one for one in specs if not isinstance(one, FullAttentionSpec)), None)
-    if unlike is not None:
-        raise ConfigError(f"a KV cache of type {type(unlike).__name__} can't be pushed yet; only full attention can")
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name)

@@ -26,3 +26,5 @@ class PushKVMetadata(KVConnectorMetadata):
     refused: tuple[Refused, ...] = ()
     untried: dict[str, int] = field(default_factory=dict)
     """Transfers that were refused before they began, keyed like the workers' own: ``in:failed:bad_parameters``."""
+    gauges: dict[str, int] = field(default_factory=dict)
+    """What the scheduler side measures, by metric, where it has changed since the last step."""

@@ -9,9 +9,11 @@ from typing import Any, TypeAlias
 
 from neuron_pushkv.config import is_loopback
 from neuron_pushkv.errors import Reason
+from neuron_pushkv.orders import Remote
 
 MAX_TEXT = 256
 MAX_DELIVERIES = 1 << 16
+MAX_RANKS = 1 << 16
 _SHOWN = 80
 
 
@@ -33,11 +35,10 @@ class PrefillLeg:
 
 @dataclass(frozen=True)
 class DecodeLeg:
-    """Get this prompt's KV from the engine whose directory listens on (host, port)."""
+    """Get this prompt's KV from another engine."""
 
     transfer: str
-    host: str
-    port: int
+    remote: Remote
 
 
 Leg: TypeAlias = PrefillLeg | DecodeLeg
@@ -86,7 +87,8 @@ def parse(parameters: Any, hosts: AllowedHosts, tp_size: int, pp_size: int) -> L
     """The leg that ``parameters`` describe, or ``None`` for a request that is nobody else's business.
 
     Keys that are not known are skipped: vLLM's own connectors send more than we need. ``None`` stands for an absent
-    key. Raises :class:`BadParameters`.
+    key. ``tp_size`` and ``pp_size`` are ours, and taken as the other engine's where the parameters don't say them.
+    Raises :class:`BadParameters`.
     """
     if parameters is None:
         return None
@@ -107,24 +109,20 @@ def parse(parameters: Any, hosts: AllowedHosts, tp_size: int, pp_size: int) -> L
 
 
 def _decode_leg(parameters: Mapping[str, Any], hosts: AllowedHosts, tp_size: int, pp_size: int) -> DecodeLeg:
-    leg = DecodeLeg(
-        transfer=_text(parameters, "transfer_id", optional=True),
+    remote = Remote(
         host=_text(parameters, "remote_host"),
         port=_number(parameters, "remote_port", 1, 65535),
+        tp_size=_number(parameters, "tp_size", 1, MAX_RANKS, default=tp_size),
+        pp_size=_number(parameters, "pp_size", 1, MAX_RANKS, default=pp_size),
     )
+    leg = DecodeLeg(_text(parameters, "transfer_id", optional=True), remote)
     _text(parameters, "remote_engine_id")
     _text(parameters, "remote_request_id", optional=True)
     _number(parameters, "remote_num_tokens", 0, 1 << 31, default=0)
-    for key, ours in (("tp_size", tp_size), ("pp_size", pp_size)):
-        theirs = _number(parameters, key, 1, 1 << 16, default=ours)
-        if theirs != ours:
-            raise BadParameters(
-                Reason.LAYOUT_MISMATCH, f"{key} is {theirs} there and {ours} here; start both engines with the same"
-            )
-    if leg.host not in hosts:
+    if remote.host not in hosts:
         raise BadParameters(
             Reason.HOST_NOT_ALLOWED,
-            f"remote_host {_show(leg.host)} is not allowed; add it to allowed_remote_hosts if it is one of yours",
+            f"remote_host {_show(remote.host)} is not allowed; add it to allowed_remote_hosts if it is one of yours",
         )
     return leg
 

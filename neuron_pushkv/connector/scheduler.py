@@ -14,11 +14,13 @@ from typing import Any
 from neuron_pushkv.connector import compat
 from neuron_pushkv.connector.guard import guarded
 from neuron_pushkv.connector.metadata import PushKVMetadata
-from neuron_pushkv.connector.parameters import AllowedHosts, BadParameters, DecodeLeg, Leg, PrefillLeg, parse
-from neuron_pushkv.connector.receiving import Receiving
-from neuron_pushkv.connector.sending import Keeping, Sending
+from neuron_pushkv.connector.parameters import AllowedHosts, BadParameters, DecodeLeg, Leg, parse
+from neuron_pushkv.connector.parking import Parking
+from neuron_pushkv.connector.receiving import Receiving, Wanted
+from neuron_pushkv.connector.sending import Sending
 from neuron_pushkv.errors import Reason
-from neuron_pushkv.orders import Ready, StepOrders
+from neuron_pushkv.layout import Group
+from neuron_pushkv.orders import Blocks, Ready, Release, StepOrders
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +39,12 @@ class SchedulerSide:
         self,
         *,
         model: str,
-        block_size: int,
+        groups: Sequence[Group],
         tp_size: int,
         pp_size: int,
         hosts: AllowedHosts,
         coordinates: Mapping[str, Any],
-        directory: Keeping,
+        parking: Parking,
         fail_refused: bool,
         by_step: bool = True,
     ) -> None:
@@ -51,8 +53,9 @@ class SchedulerSide:
         self._pp_size = pp_size
         self._hosts = hosts
         self._fail_refused = fail_refused
+        self._parking = parking
         self._sending = Sending(
-            block_size,
+            groups,
             {
                 "do_remote_prefill": True,
                 "do_remote_decode": False,
@@ -60,19 +63,16 @@ class SchedulerSide:
                 "tp_size": tp_size,
                 "pp_size": pp_size,
             },
-            directory,
+            parking,
             by_step=by_step,
         )
-        self._receiving = Receiving(block_size)
+        self._receiving = Receiving(groups)
+        self._releases: list[Release] = []
         self._pool: Any = None
+        self._gauges: dict[str, int] = {}
         self._counters: Counter[str] = Counter()
         self._untried: Counter[str] = Counter()
         self._step = 0
-
-    @property
-    def kept(self) -> int:
-        """How many finished requests' blocks are held for receivers."""
-        return self._sending.kept
 
     def count(self, event: str) -> None:
         """Count an event; the workers report it with their own."""
@@ -81,41 +81,44 @@ class SchedulerSide:
     def bind_pool(self, pool: Any) -> None:
         """vLLM's block pool."""
         self._pool = pool
+        self._sending.bind_pool(pool)
 
     # Hooks, in the order of a request's life.
 
-    @guarded(lambda self, request: self._sending.dropped(request.request_id))
+    @guarded(lambda self, request: self._forget(request.request_id))
     def on_new_request(self, request: Any) -> None:
-        """A request has been queued. Prefill legs are announced to the workers with the next step, scheduled or not."""
+        """A request has been queued. Workers hear of its leg with the next step, scheduled or not."""
         self._free()
-        if compat.is_phantom(request) or not request.kv_transfer_params:
+        if not request.kv_transfer_params:
+            return
+        if compat.is_phantom(request):
+            self._release(request)
             return
         try:
             leg = self._parse(request)
         except BadParameters as bad:
-            if not _receives(request):  # A decode leg's are looked at when vLLM asks for its tokens.
-                self._refuse(request.request_id, "out", bad.reason, str(bad))
+            receives = _receives(request)
+            self._refuse(request.request_id, "in" if receives else "out", bad.reason, str(bad))
+            if receives and self._fail_refused:
+                self._receiving.admit(request.request_id, None)
             return
-        if not isinstance(leg, PrefillLeg):
+        if leg is None:
             return
         why = compat.unsupported(request)
         if why is not None:
-            self._refuse(request.request_id, "out", Reason.UNSUPPORTED, why)
-        elif not self._sending.arrived(request.request_id, leg, compat.content_of(self._model, request)):
-            self.count("request_id_in_use")
+            direction = "in" if isinstance(leg, DecodeLeg) else "out"
+            self._refuse(request.request_id, direction, Reason.UNSUPPORTED, why)
+            return
+        self._admit(request, leg)
 
     @guarded(lambda self, request, computed: self._compute(request.request_id))
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
         """How many tokens will be pushed to us: the rest of the prompt, once per request."""
         self._free()
-        if not request.kv_transfer_params:
+        if not self._receiving.wants(request.request_id):
             return NOTHING
-        if not self._receiving.knows(request.request_id):
-            self._admit(request)
-        missing = request.num_prompt_tokens - computed
-        if missing <= 0 or not self._receiving.wants(request.request_id):
-            return NOTHING
-        return missing, True
+        missing = self._receiving.end(request.num_prompt_tokens) - computed
+        return (missing, True) if missing > 0 else NOTHING
 
     @guarded(lambda self, request, blocks, external: self._give_up(request, blocks, external))
     def update_state_after_alloc(self, request: Any, blocks: Any, external: int) -> None:
@@ -125,33 +128,38 @@ class SchedulerSide:
         if external == 0:
             self._receiving.settle(request.request_id)
             return
-        (table,) = blocks.get_block_ids()
-        leg = self._receiving.leg(request.request_id)
-        if leg is None:
-            self._receiving.refuse(request.request_id, request.num_prompt_tokens - external, table)
+        wanted = self._receiving.wanted(request.request_id)
+        if wanted is None:
+            self._give_up(request, blocks, external)
             return
-        content = compat.content_of(self._model, request)
-        self._receiving.order(request.request_id, leg, content, content.length - external, table)
+        self._receiving.order(request.request_id, wanted, external, compat.tables(blocks.get_block_ids()))
 
     def build_connector_meta(self, output: Any) -> PushKVMetadata:
         """All orders of the step that ``output`` describes."""
         self._free()
         preempted, ready = self._read_step(output)
         offers, finishes = self._sending.take()
-        receives, withdrawn, refused = self._receiving.take()
+        evicted = self._parking.evict()
+        receiving = self._receiving.take()
+        releases, self._releases = tuple(self._releases), []
+        if evicted:
+            self._counters["evicted"] += len(evicted)
         counters, self._counters = dict(self._counters), Counter()
         untried, self._untried = dict(self._untried), Counter()
         self._step += 1
         orders = StepOrders(
             preempted=preempted,
-            withdrawn=withdrawn,
+            withdrawn=receiving.withdrawn,
             finished=finishes,
+            evicted=evicted,
             offers=offers,
-            receives=receives,
+            releases=releases,
+            intents=receiving.intents,
+            receives=receiving.receives,
             ready=ready,
             counters=counters,
         )
-        return PushKVMetadata(self._step, orders, refused, untried)
+        return PushKVMetadata(self._step, orders, receiving.refused, untried, self._measure())
 
     @guarded(lambda self, finished_receiving: None)
     def update_connector_output(self, finished_receiving: Sequence[str]) -> None:
@@ -159,21 +167,21 @@ class SchedulerSide:
         self._free()
         self._receiving.reported(finished_receiving)
 
-    @guarded(lambda self, request, block_ids: self._sending.dropped(request.request_id))
-    def request_finished(self, request: Any, block_ids: Sequence[int]) -> dict[str, Any] | None:
-        """vLLM ends a request, and frees its blocks when this returns. The answer goes to the router."""
+    @guarded(lambda self, request, tables: self._sending.dropped(request.request_id))
+    def request_finished(self, request: Any, tables: Blocks) -> dict[str, Any] | None:
+        """vLLM ends a request, and frees its blocks (per group) when this returns. The answer goes to the router."""
         self._free()
         self._receiving.finished(request.request_id)
         if request.request_id not in self._sending:
             return None
-        return self._sending.finished(request.request_id, self._pool, block_ids)
+        return self._sending.finished(request.request_id, tables)
 
     # Steps that several of the above share.
 
     @guarded(lambda self: None)
     def _free(self) -> None:
         if self._pool is not None:
-            self._sending.free(self._pool.free_blocks)
+            self._parking.free(self._pool)
 
     @guarded(lambda self, output: self._sending.blind_step())
     def _read_step(self, output: Any) -> tuple[tuple[str, ...], tuple[Ready, ...]]:
@@ -182,30 +190,33 @@ class SchedulerSide:
     def _parse(self, request: Any) -> Leg | None:
         return parse(request.kv_transfer_params, self._hosts, self._tp_size, self._pp_size)
 
-    def _admit(self, request: Any) -> None:
-        """Decide, once, what to do about a request that vLLM wants to know the tokens of."""
-        name = request.request_id
+    def _admit(self, request: Any, leg: Leg) -> None:
+        name, content = request.request_id, compat.content_of(self._model, request)
+        traceparent = compat.traceparent(request)
+        if isinstance(leg, DecodeLeg):
+            self._receiving.admit(name, Wanted(leg, content, traceparent))
+        elif not self._sending.arrived(name, leg, content, traceparent):
+            self.count("request_id_in_use")
+
+    def _release(self, request: Any) -> None:
+        """A decode leg was rejected before it got here: nobody of this engine will ask for its KV."""
         try:
             leg = self._parse(request)
         except BadParameters as bad:
-            if not _receives(request):
-                self._receiving.settle(name)
-                return
-            self._refuse(name, "in", bad.reason, str(bad))
-            if self._fail_refused:
-                self._receiving.admit(name, None)
-            else:
-                self._receiving.settle(name)
+            logger.warning("what was computed for rejected request %s is not released: %s", request.request_id, bad)
             return
-        if not isinstance(leg, DecodeLeg):
-            self._receiving.settle(name)
-            return
-        why = compat.unsupported(request)
-        if why is not None:
-            self._refuse(name, "in", Reason.UNSUPPORTED, why)
-            self._receiving.settle(name)
-            return
-        self._receiving.admit(name, leg)
+        if isinstance(leg, DecodeLeg) and leg.transfer:
+            self._releases.append(Release(leg.transfer, leg.remote))
+
+    def _forget(self, request: str) -> None:
+        self._sending.dropped(request)
+        self._receiving.settle(request)
+
+    def _measure(self) -> dict[str, int]:
+        """What has changed of what is kept. Bytes are those of one rank."""
+        before = self._gauges
+        self._gauges = {"parked_bytes": self._parking.bytes, "parked_requests": len(self._parking)}
+        return self._gauges if self._gauges != before else {}
 
     def _refuse(self, request: str, direction: str, reason: Reason, why: str) -> None:
         """Say once why a request is not transferred, and count it among the transfers that failed."""
@@ -219,8 +230,8 @@ class SchedulerSide:
     def _give_up(self, request: Any, blocks: Any, external: int) -> None:
         """A load that vLLM waits for can't be ordered: only a report of its failure lets go of its blocks."""
         if external:
-            start = request.num_prompt_tokens - external
-            self._receiving.refuse(request.request_id, start, blocks.get_block_ids()[0])
+            start = self._receiving.end(request.num_prompt_tokens) - external
+            self._receiving.refuse(request.request_id, start, compat.tables(blocks.get_block_ids()))
         else:
             self._receiving.settle(request.request_id)
 

@@ -6,37 +6,35 @@ sharing its blocks, and an engine that keeps KV may sleep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from neuron_pushkv.connector.compat import StepView
+from neuron_pushkv.connector.compat import NULL_BLOCK, Scheduled, StepView
 from neuron_pushkv.connector.parameters import PrefillLeg
+from neuron_pushkv.connector.parking import Parking
 from neuron_pushkv.content import Content
-from neuron_pushkv.orders import Finish, Offer, Ready
+from neuron_pushkv.layout import Group
+from neuron_pushkv.orders import Blocks, Finish, Offer, Ready
 
-
-class Keeping(Protocol):
-    """What is needed of the engine's :class:`~neuron_pushkv.directory.Directory`."""
-
-    def keep(self, request: str) -> None:
-        """This request's blocks are held until all ranks have let go."""
-
-    def take_freed(self) -> list[str]:
-        """Requests whose blocks no rank reads any more, each once."""
+GONE = -1
+"""In a Ready's window group: vLLM has let go of this block."""
 
 
 @dataclass
 class _Offered:
     tokens: int
     transfer: str
-    table: list[int] = field(default_factory=list)
+    tables: list[list[int]]
     known: bool = True
-    """Whether ``table`` is what vLLM has; not once a step could not be read."""
+    """Whether ``tables`` are what vLLM has; not once a step could not be read."""
     running: bool = False
     """Whether it has blocks: scheduled, and not preempted since."""
     sealed: bool = False
     """Whether all of the prompt is computed, or will be when the step that was last announced is ready."""
+    windows: list[Any] = field(default_factory=list)
+    """Blocks that hold the last window of a sealed prompt, with a reference of ours: vLLM drops its own, without a
+    word, as soon as the window has moved on."""
 
 
 class Sending:
@@ -46,31 +44,30 @@ class Sending:
     """
 
     def __init__(
-        self, block_size: int, coordinates: Mapping[str, Any], directory: Keeping, *, by_step: bool = True
+        self, groups: Sequence[Group], coordinates: Mapping[str, Any], parking: Parking, *, by_step: bool = True
     ) -> None:
-        self._block_size = block_size
+        self._groups = groups
         self._by_step = by_step
         self._coordinates = dict(coordinates)
-        self._directory = directory
+        self._parking = parking
+        self._pool: Any = None
         self._offered: dict[str, _Offered] = {}
-        self._kept: dict[str, list[Any]] = {}
         self._offers: list[Offer] = []
         self._finishes: list[Finish] = []
-
-    @property
-    def kept(self) -> int:
-        """How many finished requests' blocks are held."""
-        return len(self._kept)
 
     def __contains__(self, request: object) -> bool:
         return request in self._offered
 
-    def arrived(self, request: str, leg: PrefillLeg, content: Content) -> bool:
+    def bind_pool(self, pool: Any) -> None:
+        """vLLM's block pool, which counts references."""
+        self._pool = pool
+
+    def arrived(self, request: str, leg: PrefillLeg, content: Content, traceparent: str = "") -> bool:
         """A prefill leg has been queued. False if another one of that id is still kept, and this can't be offered."""
-        if request in self._kept or request in self._offered:
+        if request in self._parking or request in self._offered:
             return False
-        self._offered[request] = _Offered(content.length, leg.transfer)
-        self._offers.append(Offer(request, leg.transfer, content, leg.deliveries))
+        self._offered[request] = _Offered(content.length, leg.transfer, [[] for _ in self._groups])
+        self._offers.append(Offer(request, leg.transfer, content, leg.deliveries, traceparent))
         return True
 
     def step(self, view: StepView) -> tuple[tuple[str, ...], tuple[Ready, ...]]:
@@ -80,68 +77,67 @@ class Sending:
         comeback = {scheduled.request for scheduled in (*view.new, *view.resumed)}
         preempted |= {request for request in comeback - preempted if self._offered[request].running}
         for request in preempted:
-            self._offered[request].sealed = self._offered[request].running = False
+            offered = self._offered[request]
+            offered.running = False
+            self._unseal(offered)
         ready = []
         for scheduled in view.scheduled:
             offered = self._offered[scheduled.request]
             offered.running = True
             if offered.sealed:
                 continue
-            if scheduled.whole:
-                offered.table, offered.known = list(scheduled.blocks), True
-            else:
-                offered.table += scheduled.blocks
+            _extend(offered, scheduled)
             if not offered.known:
                 continue
             tokens = min(scheduled.computed + scheduled.scheduled, offered.tokens)
-            offered.sealed = tokens == offered.tokens
-            if offered.sealed or self._by_step:
-                blocks = self._first_blocks(scheduled.request, tokens, offered.table)
-                ready.append(Ready(scheduled.request, tokens, (blocks,)))
+            whole = tokens == offered.tokens
+            if whole:
+                self._seal(scheduled.request, offered)
+            if whole or self._by_step:
+                ready.append(Ready(scheduled.request, tokens, self._filled(scheduled.request, tokens, offered)))
         return tuple(sorted(preempted)), tuple(ready)
 
     def blind_step(self) -> tuple[tuple[str, ...], tuple[Ready, ...]]:
         """A step that could not be read: anything may have been preempted, so nothing may be read any more."""
         for offered in self._offered.values():
-            offered.sealed = offered.known = False
+            offered.known = False
+            self._unseal(offered)
         return tuple(self._offered), ()
 
-    def finished(self, request: str, pool: Any, block_ids: Sequence[int]) -> dict[str, Any] | None:
+    def finished(self, request: str, tables: Blocks) -> dict[str, Any] | None:
         """vLLM is about to free the request's blocks. If they hold its prompt: keep them, and answer the parameters
         with which a decode engine gets them."""
         offered = self._offered[request]
         if not offered.sealed:
             self.dropped(request)
             return None
-        blocks = [pool.blocks[block] for block in self._first_blocks(request, offered.tokens, block_ids)]
+        blocks = [
+            self._pool.blocks[block]
+            for group, table in zip(self._groups, tables, strict=True)
+            if not group.window
+            for block in _first_blocks(request, offered.tokens, group, table)
+        ]
         parameters = {
             **self._coordinates,
             "remote_request_id": request,
             "transfer_id": offered.transfer,
             "remote_num_tokens": offered.tokens,
         }
-        self._directory.keep(request)
-        pool.touch(blocks)
-        self._kept[request] = blocks
+        self._parking.keep(request, offered.windows, self._pool, blocks)
         del self._offered[request]
         self._finishes.append(Finish(request, kept=True))
         return parameters
 
     def dropped(self, request: str) -> None:
         """The request has ended and its blocks are vLLM's again. Nothing happens if it isn't one of ours."""
-        if self._offered.pop(request, None) is None:
+        offered = self._offered.pop(request, None)
+        if offered is None:
             return
         announced = len(self._offers)
         self._offers = [offer for offer in self._offers if offer.request != request]
         if len(self._offers) == announced:  # The workers know of it.
             self._finishes.append(Finish(request, kept=False))
-
-    def free(self, release: Callable[[Iterable[Any]], None]) -> None:
-        """Drop the references to blocks that no rank reads any more. ``release`` is the pool's ``free_blocks``."""
-        for request in self._directory.take_freed():
-            blocks = self._kept.pop(request, None)
-            if blocks is not None:
-                release(reversed(blocks))  # As vLLM does: the prompt's tail is evicted before its head.
+        self._unseal(offered)
 
     def take(self) -> tuple[tuple[Offer, ...], tuple[Finish, ...]]:
         """Offers and finishes that the workers have not heard of."""
@@ -149,8 +145,59 @@ class Sending:
         self._offers, self._finishes = [], []
         return taken
 
-    def _first_blocks(self, request: str, tokens: int, table: Sequence[int]) -> tuple[int, ...]:
-        needed = -(-tokens // self._block_size)
-        if len(table) < needed:
-            raise ValueError(f"{request} has {len(table)} blocks for {tokens} tokens, which need {needed}")
-        return tuple(table[:needed])
+    def _seal(self, request: str, offered: _Offered) -> None:
+        blocks = [
+            self._pool.blocks[block]
+            for group, table in zip(self._groups, offered.tables, strict=True)
+            if group.window
+            for block in _window_blocks(request, offered.tokens, group, table)
+            if block != GONE
+        ]
+        if blocks:
+            self._pool.touch(blocks)
+        offered.windows = blocks
+        offered.sealed = True
+
+    def _unseal(self, offered: _Offered) -> None:
+        """Blocks that are freed now are filled in the next step at the earliest, and the workers, who may read them,
+        hear of it before."""
+        blocks, offered.windows, offered.sealed = offered.windows, [], False
+        if blocks:
+            self._pool.free_blocks(reversed(blocks))
+
+    def _filled(self, request: str, tokens: int, offered: _Offered) -> Blocks:
+        """The blocks that hold the prompt's first ``tokens``, as :class:`Ready` has them."""
+        blocks: list[tuple[int, ...]] = []
+        for group, table in zip(self._groups, offered.tables, strict=True):
+            if not group.window:
+                blocks.append(_first_blocks(request, tokens, group, table))
+            elif offered.sealed:
+                blocks.append(_window_blocks(request, tokens, group, table))
+            else:
+                blocks.append(())
+        return tuple(blocks)
+
+
+def _extend(offered: _Offered, scheduled: Scheduled) -> None:
+    if scheduled.whole:
+        offered.tables, offered.known = [list(table) for table in scheduled.blocks], True
+        return
+    for table, added in zip(offered.tables, scheduled.blocks, strict=bool(scheduled.blocks)):
+        table.extend(added)
+
+
+def _first_blocks(request: str, tokens: int, group: Group, table: Sequence[int]) -> tuple[int, ...]:
+    needed = group.blocks_for(0, tokens)
+    if len(table) < needed:
+        raise ValueError(f"{request} has {len(table)} blocks for {tokens} tokens, which need {needed}")
+    return tuple(table[:needed])
+
+
+def _window_blocks(request: str, tokens: int, group: Group, table: Sequence[int]) -> tuple[int, ...]:
+    """Of the blocks of the first ``tokens`` those that the last of these tokens sees; :data:`GONE` for the others.
+
+    vLLM has them in the step that computes this token, and may be rid of the oldest by the next one.
+    """
+    blocks = _first_blocks(request, tokens, group, table)
+    gone = group.first_token(0, tokens - 1) // group.block_size
+    return tuple(GONE if place < gone or block == NULL_BLOCK else block for place, block in enumerate(blocks))

@@ -8,9 +8,12 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from neuron_pushkv.telemetry import GAUGES
+
 _COUNTS = ("transfers", "bytes", "writes", "tokens", "refusals", "events")
+_TIMES = ("phases", "durations")
 _ABOUT = ("provider", "library")
-_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_BUCKETS = (1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _MIB = 1 << 20
 
 
@@ -24,18 +27,21 @@ class PushKVStats(KVConnectorStats):
         self.data = {}
 
     def is_empty(self) -> bool:
-        """Whether nothing has happened."""
-        return not any(self.data.values())
+        """Whether there is nothing to say in vLLM's log, which is all that vLLM asks this for."""
+        return not self.reduce()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add ``other`` to this; returns this."""
+        """Add ``other`` to this; returns this. Of each rank's gauges the latest stays, so nothing is added up twice."""
         theirs = other.data
         for name in _COUNTS:
             for key, count in theirs.get(name, {}).items():
                 ours = self.data.setdefault(name, {})
                 ours[key] = ours.get(key, 0) + count
-        for phase, seconds in theirs.get("phases", {}).items():
-            self.data.setdefault("phases", {}).setdefault(phase, []).extend(seconds)
+        for name in _TIMES:
+            for label, seconds in theirs.get(name, {}).items():
+                self.data.setdefault(name, {}).setdefault(label, []).extend(seconds)
+        for gauge, values in theirs.get("gauges", {}).items():
+            self.data.setdefault("gauges", {}).setdefault(gauge, {}).update(values)
         self.data.update({name: theirs[name] for name in _ABOUT if theirs.get(name)})
         return self
 
@@ -52,7 +58,7 @@ class PushKVStats(KVConnectorStats):
                 summary[f"{name}"] = done
                 summary[f"{name} failed"] = failed
                 summary[f"{name} MiB"] = round(self.data.get("bytes", {}).get(way, 0) / _MIB, 3)
-            times = self.data.get("phases", {}).get("in:transfer" if way == "in" else "out:write", [])
+            times = self.data.get("phases", {}).get("in:transfer" if way == "in" else "out:drain", [])
             if times:
                 summary[f"{name} mean ms"] = round(1000 * sum(times) / len(times), 3)
         for name in ("refusals", "events"):
@@ -87,7 +93,7 @@ class PushKVMetrics(KVConnectorPromMetrics):
         self._counters = {
             "bytes": count("bytes", "Bytes of KV moved by completed transfers.", "direction"),
             "writes": count("writes", "One-sided writes of completed transfers.", "direction"),
-            "tokens": count("tokens", "Prompt tokens whose KV was received.", "direction"),
+            "tokens": count("tokens", "Prompt tokens whose KV was moved by completed transfers.", "direction"),
             "refusals": count("refusals", "Connections and messages that were refused.", "reason"),
             "events": count("events", "Rare things worth counting, like hook errors.", "event"),
         }
@@ -97,6 +103,19 @@ class PushKVMetrics(KVConnectorPromMetrics):
             labelnames=[*labelnames, "direction", "phase"],
             buckets=list(_BUCKETS),
         )
+        self._durations = histogram(
+            name="vllm:pushkv_transfer_seconds",
+            documentation="How long transfers took, from order or registration to their end.",
+            labelnames=[*labelnames, "direction", "outcome"],
+            buckets=list(_BUCKETS),
+        )
+        self._gauges = {
+            name: gauge(
+                name=f"vllm:pushkv_{name}", documentation=text, labelnames=labelnames, multiprocess_mode="mostrecent"
+            )
+            for name, text in GAUGES.items()
+        }
+        self._measured: dict[tuple[int, str], dict[str, float]] = {}
         self._info = gauge(
             name="vllm:pushkv_info",
             documentation="Always 1; the labels say which provider and library are in effect.",
@@ -112,11 +131,16 @@ class PushKVMetrics(KVConnectorPromMetrics):
         for name, counter in self._counters.items():
             for label, count in transfer_stats_data.get(name, {}).items():
                 counter.labels(*engine, label).inc(count)
-        for key, times in transfer_stats_data.get("phases", {}).items():
-            direction, _, phase = key.partition(":")
-            histogram = self._phases.labels(*engine, direction, phase)
-            for seconds in times:
-                histogram.observe(seconds)
+        for name, histogram in (("phases", self._phases), ("durations", self._durations)):
+            for key, times in transfer_stats_data.get(name, {}).items():
+                observed = histogram.labels(*engine, *key.split(":"))
+                for seconds in times:
+                    observed.observe(seconds)
+        for name, values in transfer_stats_data.get("gauges", {}).items():
+            # A rank that has nothing new to tell isn't in this interval, and still has what it had.
+            ranks = self._measured.setdefault((engine_idx, name), {})
+            ranks.update(values)
+            self._gauges[name].labels(*engine).set(sum(ranks.values()))
         if transfer_stats_data.get("provider"):
             about = [transfer_stats_data.get(name, "") for name in _ABOUT]
             self._info.labels(*engine, *about).set(1)

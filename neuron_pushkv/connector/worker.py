@@ -38,6 +38,9 @@ class Engine(Protocol):
     def advance(self, ready: Sequence[Ready]) -> None:
         """After the forward pass has been launched."""
 
+    def advance_layer(self, layer: str, ready: Sequence[Ready]) -> None:
+        """After that layer of the forward pass has been launched."""
+
     def end_step(self) -> None:
         """Nothing more of this step follows."""
 
@@ -63,10 +66,12 @@ class WorkerSide:
         self._about = about
         self._step = 0
         self._open: dict[str, Blocks] = {}
+        self._announced: set[str] = set()
         self._refused: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._events: Counter[str] = Counter()
         self._untried: Counter[str] = Counter()
+        self._gauges: dict[str, int] = {}
 
     def begin(self, metadata: PushKVMetadata) -> None:
         """Carry out the step's orders, once. Called by whichever hook comes first, before blocks are overwritten."""
@@ -74,11 +79,15 @@ class WorkerSide:
             return
         self._step = metadata.step
         orders = metadata.orders
-        withdrawn = tuple(request for request in orders.withdrawn if request in self._open)
+        # A load that this rank has reported is none of the engine's any more; an intent alone is never reported.
+        withdrawn = tuple(name for name in orders.withdrawn if name in self._open or name in self._announced)
+        self._announced.difference_update(orders.withdrawn, (receive.request for receive in orders.receives))
+        self._announced.update(intent.request for intent in orders.intents)
         self._open.update({receive.request: receive.blocks for receive in orders.receives})
         self._open.update({refused.request: refused.blocks for refused in metadata.refused})
         self._refused.update(refused.request for refused in metadata.refused)
         counters = orders.counters if self._leads else {}
+        self._gauges.update(metadata.gauges if self._leads else {})
         self._untried.update(metadata.untried)  # By each rank, as each counts its own part of every other transfer.
         self._engine.begin_step(dataclasses.replace(orders, withdrawn=withdrawn, counters=counters))
 
@@ -86,6 +95,11 @@ class WorkerSide:
         """The forward pass has been launched: what it computes may be pushed behind it."""
         if metadata.orders.ready:
             self._engine.advance(metadata.orders.ready)
+
+    def advance_layer(self, layer: str, metadata: PushKVMetadata) -> None:
+        """That layer of the forward pass has been launched: its part may be pushed while the next one is computed."""
+        if metadata.orders.ready:
+            self._engine.advance_layer(layer, metadata.orders.ready)
 
     def end(self) -> None:
         """The step is over."""
@@ -116,6 +130,10 @@ class WorkerSide:
             if ours:
                 stats[name] = dict(Counter(stats.get(name, {})) + ours)
                 ours.clear()
+        if self._gauges:
+            whole = {name: {"engine": value} for name, value in self._gauges.items()}
+            stats["gauges"] = {**stats.get("gauges", {}), **whole}
+            self._gauges.clear()
         return stats
 
     def close(self) -> None:

@@ -2,6 +2,11 @@
 
 typedef struct pk_core pk_core;
 
+enum {
+    PK_ADDRESS_ROOM = 512, /* bytes; no provider's endpoint has a longer address */
+    PK_MOST_RAILS = 32
+};
+
 /* Why a call failed. */
 enum pk_code {
     PK_OK = 0,
@@ -9,11 +14,14 @@ enum pk_code {
     PK_NOT_LIBFABRIC,  /* a library, but not libfabric, or one without what we need */
     PK_TOO_OLD,
     PK_NO_PROVIDER,    /* not offered, or another came; text lists what is offered, separated by commas */
+    PK_NO_NIC,         /* text lists the network cards that there are, separated by commas */
+    PK_NO_CPU,         /* the progress thread can't run on that CPU */
     PK_FABRIC,         /* a libfabric call failed; text names it and the reason */
     PK_BAD_ARGUMENT,   /* text says which */
     PK_UNKNOWN_PEER,   /* never opened, or fenced */
     PK_NOT_CONNECTED,
     PK_UNKNOWN_MEMORY,
+    PK_UNKNOWN_TARGET, /* never attached for that peer */
     PK_MEMORY_IN_USE,  /* a ticket under way reads it */
     PK_NOT_EXPECTED,   /* no such (slot, epoch) is expected */
     PK_OUT_OF_MEMORY,
@@ -34,7 +42,13 @@ typedef struct {
     const char *host;         /* NULL, or the address to bind to */
     uint32_t least_version;   /* major << 16 | minor */
     uint32_t api_version;     /* newest API to ask for; the library's own is the limit */
-    uint32_t tx_depth;        /* most writes under way per peer; the provider's own is the limit */
+    uint32_t tx_depth;        /* most writes under way per peer and rail; the provider's own is the limit */
+    const char *nics;         /* NULL, or the network cards to use, separated by commas */
+    uint32_t rails;           /* how many to open, over the cards in turn; 0: one for each card */
+    uint64_t stripe;          /* longer writes are split at this many bytes where there are several rails */
+    uint64_t most_registered; /* refuse to register more bytes at once, as some drivers do; 0: don't */
+    int cpu;                  /* for the progress thread; -1: any */
+    int flush;                /* whether the device must be read from before it sees what was written to it */
 } pk_options;
 
 typedef struct {
@@ -43,7 +57,8 @@ typedef struct {
     char library[1024];  /* the path it was loaded from */
     char provider[64];
     char fabric[64];
-    char domain[64];
+    char domains[1024]; /* the network cards, rail by rail, separated by commas */
+    uint32_t rails;
     uint64_t memory_mode;  /* FI_MR_* */
     uint64_t max_message;  /* bytes per write */
     uint64_t key_size;     /* bytes */
@@ -51,11 +66,19 @@ typedef struct {
     int waits;  /* whether the completion queue has a file descriptor to wait on */
 } pk_facts;
 
+/* Where a peer finds one of our endpoints: there is one per rail. */
+typedef struct {
+    uint64_t size; /* of the address */
+    uint64_t door; /* remote address and key of a few bytes that anybody may write to, */
+    uint64_t key;  /* which is how the way there is made ready before it is needed */
+    uint8_t address[PK_ADDRESS_ROOM];
+} pk_contact;
+
 typedef struct {
     uint64_t memory;  /* handle from pk_register */
     uint64_t local;   /* virtual address where local offsets start */
-    uint64_t remote;  /* remote address where remote offsets start */
-    uint64_t key;
+    uint64_t target;  /* the peer's memory, from pk_attach */
+    uint64_t offset;  /* in that memory, where remote offsets start */
 } pk_span;
 
 typedef struct {
@@ -100,6 +123,8 @@ typedef struct {
     uint64_t unexpected;         /* completions for nothing that is under way */
     uint64_t sleeps;             /* times the progress thread went to sleep */
     uint64_t wakeups;            /* times another thread had to wake it */
+    uint64_t warm_ups;           /* ways to peers that were made ready before they were needed */
+    uint64_t flushes;            /* reads that made what had arrived visible to its device */
     uint64_t outstanding;        /* writes under way now */
     uint64_t peers;              /* endpoints open now */
     uint64_t memories;           /* registrations now */
@@ -114,14 +139,22 @@ void pk_close(pk_core *core);
 void pk_free(pk_core *core);
 void pk_get_facts(pk_core *core, pk_facts *facts);
 void pk_get_counters(pk_core *core, pk_counters *counters);
+/* Bytes of completed writes by rail. */
+void pk_get_rail_bytes(pk_core *core, uint64_t *bytes);
 
-int pk_register(pk_core *core, uint64_t address, uint64_t length, int interface, uint64_t wanted_key, uint64_t *memory,
-                uint64_t *remote_base, uint64_t *key, pk_failure *failure);
+/* What a peer has to know of the memory is description_size bytes, which pk_describe stores. */
+int pk_register(pk_core *core, uint64_t address, uint64_t length, int interface, int device, uint64_t *memory,
+                uint64_t *description_size, pk_failure *failure);
+int pk_describe(pk_core *core, uint64_t memory, uint8_t *description, pk_failure *failure);
 int pk_deregister(pk_core *core, uint64_t memory, pk_failure *failure);
 
-/* address: room for *size bytes; *size becomes what was used. */
-int pk_open_peer(pk_core *core, uint64_t *peer, uint8_t *address, uint64_t *size, pk_failure *failure);
-int pk_connect(pk_core *core, uint64_t peer, const uint8_t *address, uint64_t size, pk_failure *failure);
+/* contacts: one is stored for each of our rails. */
+int pk_open_peer(pk_core *core, uint64_t *peer, pk_contact *contacts, pk_failure *failure);
+/* The peer's contacts, for each of its rails. Rails are paired by their number, and what one side has more is not used. */
+int pk_connect(pk_core *core, uint64_t peer, const pk_contact *contacts, uint32_t count, pk_failure *failure);
+/* Name memory of a connected peer by its description; until the fence. */
+int pk_attach(pk_core *core, uint64_t peer, const uint8_t *description, uint64_t size, uint64_t *target,
+              pk_failure *failure);
 int pk_fence(pk_core *core, uint64_t peer, pk_failure *failure);
 
 /* Copies the tables. ready is the address of a 32-bit word, or 0. */

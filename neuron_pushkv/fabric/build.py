@@ -16,7 +16,7 @@ builder.set_source(
     '#include "api.h"',
     sources=[f"neuron_pushkv/fabric/{name}" for name in SOURCES],
     include_dirs=["neuron_pushkv/fabric"],
-    depends=["neuron_pushkv/fabric/api.h", "neuron_pushkv/fabric/core.h", "neuron_pushkv/fabric/ofi.h"],
+    depends=[f"neuron_pushkv/fabric/{path.name}" for path in sorted(FOLDER.glob("*.h"))],
     libraries=["dl", "pthread"],
     extra_compile_args=["-std=c11", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden"],
 )

@@ -1,4 +1,4 @@
-/* Reading the completion queue, and fencing a peer. */
+/* Reading the completion queues, and fencing a peer. */
 
 #include "core.h"
 
@@ -6,8 +6,6 @@
 #include <string.h>
 
 #define ENTRIES 64
-#define CLOSE_TRIES 1000
-#define ROUNDS_BEFORE_CLOSE 8
 
 static void count_error(pk_core *core)
 {
@@ -25,36 +23,45 @@ static bool is_arrival(uint64_t flags)
 static void finish(pk_core *core, pk_op *op, bool good, const char *text)
 {
     pk_ticket *ticket = op->ticket;
+    pk_op_kind kind = op->kind;
 
     pk_op_release(core, op);
-    if (good) {
-        ticket->written++;
+    if (kind == PK_OP_WARM_UP) {
+        pk_warm_up_done(core, &op->peer->endpoints[op->rail], good);
+    } else if (kind == PK_OP_FLUSH) {
+        pk_flush_done(core, op, good);
     } else {
-        ticket->in_doubt++;
-        pk_ticket_stop(core, ticket, text);
+        if (good) {
+            ticket->written++;
+        } else {
+            ticket->in_doubt++;
+            pk_ticket_stop(core, ticket, text);
+        }
+        pk_ticket_settle(core, ticket);
     }
-    pk_ticket_settle(core, ticket);
 }
 
-static bool read_error(pk_core *core)
+static bool read_error(pk_core *core, const pk_rail *rail)
 {
     union {
         struct fi_cq_err_entry entry;
         unsigned char room[PK_ROOM];
     } error = {.room = {0}};
-    struct fid_cq *cq = core->rail.cq;
+    struct fid_cq *cq = rail->cq;
     char provider_text[96] = "";
     char text[192];
 
     if (cq->ops->readerr(cq, &error, 0) <= 0)
         return false;
-    count_error(core);
     pk_op *op = error.entry.op_context;
-    if (is_arrival(error.entry.flags) || !pk_op_known(core, op))
+    bool ours = !is_arrival(error.entry.flags) && pk_op_known(core, op);
+    if (!ours || op->kind != PK_OP_WARM_UP)
+        count_error(core);
+    if (!ours)
         return true; /* somebody's write into our memory went wrong; its sender learns of it */
     /* rxm asks the queue's first endpoint for its text, also when there is none left (libfabric 1.17) */
-    const char *said = core->rail.over_rxm ? NULL : cq->ops->strerror(cq, error.entry.prov_errno, error.entry.err_data,
-                                                                      provider_text, sizeof provider_text);
+    const char *said = rail->over_rxm ? NULL : cq->ops->strerror(cq, error.entry.prov_errno, error.entry.err_data,
+                                                                provider_text, sizeof provider_text);
     snprintf(text, sizeof text, "the write failed: %s (%d; provider: %d%s%.80s)",
              core->library.strerror(error.entry.err), error.entry.err, error.entry.prov_errno, said ? " " : "",
              said ? said : "");
@@ -62,22 +69,27 @@ static bool read_error(pk_core *core)
     return true;
 }
 
-static void account(pk_core *core, const struct fi_cq_data_entry *entries, ssize_t count)
+static void account(pk_core *core, pk_rail *rail, const struct fi_cq_data_entry *entries, ssize_t count)
 {
-    uint64_t writes = 0, bytes = 0, unexpected = 0;
+    uint64_t ended = 0, writes = 0, bytes = 0, unexpected = 0;
     pk_op *done[ENTRIES];
 
     for (ssize_t i = 0; i < count; i++) {
         pk_op *op = entries[i].op_context;
-        if (is_arrival(entries[i].flags))
+        if (is_arrival(entries[i].flags)) {
+            rail->dirty = true;
             continue;
-        if (!op || !op->ticket || op->completed) {
+        }
+        if (!op || op->kind == PK_OP_FREE || op->completed) {
             unexpected++;
             continue;
         }
         op->completed = true;
-        done[writes++] = op;
-        bytes += op->length;
+        done[ended++] = op;
+        if (op->kind == PK_OP_WRITE) {
+            writes++;
+            bytes += op->length;
+        }
     }
     pthread_mutex_lock(&core->lock);
     for (ssize_t i = 0; i < count; i++)
@@ -85,25 +97,25 @@ static void account(pk_core *core, const struct fi_cq_data_entry *entries, ssize
             pk_slot_count(core, (uint32_t)entries[i].data);
     core->counters.writes += writes;
     core->counters.bytes += bytes;
+    rail->bytes += bytes;
     core->counters.unexpected += unexpected;
     pthread_mutex_unlock(&core->lock);
-    for (uint64_t i = 0; i < writes; i++)
+    for (uint64_t i = 0; i < ended; i++)
         finish(core, done[i], true, NULL);
 }
 
-uint64_t pk_complete(pk_core *core, int batches)
+static uint64_t complete_rail(pk_core *core, pk_rail *rail, int batches)
 {
     struct fi_cq_data_entry entries[ENTRIES];
-    struct fid_cq *cq = core->rail.cq;
     uint64_t total = 0;
 
     for (int i = 0; batches < 0 || i < batches; i++) {
-        ssize_t count = cq->ops->read(cq, entries, ENTRIES);
+        ssize_t count = rail->cq->ops->read(rail->cq, entries, ENTRIES);
         if (count > 0) {
-            account(core, entries, count);
+            account(core, rail, entries, count);
             total += (uint64_t)count;
         } else if (count == -FI_EAVAIL) {
-            if (!read_error(core))
+            if (!read_error(core, rail))
                 break;
             total++;
         } else {
@@ -115,27 +127,25 @@ uint64_t pk_complete(pk_core *core, int batches)
     return total;
 }
 
+uint64_t pk_complete(pk_core *core, int batches)
+{
+    uint64_t total = 0;
+
+    for (uint32_t i = 0; i < core->rail_count; i++)
+        total += complete_rail(core, &core->rails[i], batches);
+    return total;
+}
+
 int pk_fence_now(pk_core *core, pk_peer *peer, pk_failure *failure)
 {
-    int error = -FI_EAGAIN;
+    int code = pk_endpoints_close(core, peer, failure);
 
-    /* tcp (seen with libfabric 2.5) reads freed memory where an endpoint is closed with its peer's connection request
-     * still to be looked at: have it look first. */
-    for (int i = 0; i < ROUNDS_BEFORE_CLOSE; i++)
-        pk_complete(core, 1);
-    for (int i = 0; error && i < CLOSE_TRIES; i++) {
-        error = peer->ep->fid.ops->close(&peer->ep->fid);
-        if (error)
-            pk_complete(core, 1);
-    }
-    if (error)
-        return pk_fail(&core->library, failure, PK_FABRIC, "fi_close of an endpoint", error);
-    peer->ep = NULL;
-    /* An endpoint that is closed makes no more completions: what isn't in the queue now never will be. */
-    pk_complete(core, -1);
+    if (code)
+        return code;
     while (peer->ops) {
         pk_op *op = peer->ops;
-        op->ticket->in_doubt++;
+        if (op->ticket)
+            op->ticket->in_doubt++;
         pk_op_release(core, op);
     }
     while (peer->first)
@@ -144,6 +154,5 @@ int pk_fence_now(pk_core *core, pk_peer *peer, pk_failure *failure)
         pk_ticket_stop(core, peer->draining, "the peer was fenced");
         pk_ticket_settle(core, peer->draining);
     }
-    pk_close_av(peer);
     return PK_OK;
 }

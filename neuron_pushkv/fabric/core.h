@@ -20,118 +20,17 @@
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
-#include <sys/types.h>
-#include <sys/uio.h>
 
-#include "api.h"
-#include "ofi.h"
+#include "things.h"
 
 #define PK_SLOTS (1u << 20)
 #define PK_EPOCHS (1u << 12)
 #define PK_EPOCH_BITS 12
-#define PK_ADDRESS_ROOM 512
-#define PK_COMPLETIONS 8192 /* room in the completion queue */
+#define PK_COMPLETIONS 8192 /* room in a completion queue */
+#define PK_MOST_PARTS 1024  /* of one memory */
 
-typedef struct pk_peer pk_peer;
-typedef struct pk_ticket pk_ticket;
-
-/* ---- library.c: finding our way into libfabric ---- */
-
-typedef struct {
-    void *handle;
-    uint32_t version;
-    uint32_t api;  /* the version asked for: the smaller of the library's and ours */
-    int (*getinfo)(uint32_t version, const char *node, const char *service, uint64_t flags, const struct fi_info *hints,
-                   struct fi_info **info);
-    void (*freeinfo)(struct fi_info *info);
-    struct fi_info *(*dupinfo)(const struct fi_info *info);
-    int (*fabric)(struct fi_fabric_attr *attr, struct fid_fabric **fabric, void *context);
-    const char *(*strerror)(int error);
-    char path[1024];
-} pk_library;
-
-int pk_library_open(pk_library *library, const pk_options *options, pk_failure *failure);
-int pk_library_offer(const pk_library *library, const pk_options *options, struct fi_info **info, pk_failure *failure);
-/* Store code and text; returns code. error is a negative libfabric code, or 0 for none. */
-int pk_fail(const pk_library *library, pk_failure *failure, int code, const char *what, long error);
-
-/* ---- ids: index and generation, so that an old id never names a new thing ---- */
-
-typedef struct {
-    struct pk_entry {
-        void *item;
-        uint32_t generation;
-    } *entries;
-    uint32_t size;
-} pk_table;
-
-bool pk_table_add(pk_table *table, void *item, uint64_t *id);
-void *pk_table_get(const pk_table *table, uint64_t id);
-bool pk_table_had(const pk_table *table, uint64_t id);
-void pk_table_remove(pk_table *table, uint64_t id);
-
-/* ---- rail.c: what there is once per network card ---- */
-
-typedef struct {
-    struct fi_info *info;
-    struct fid_fabric *fabric;
-    struct fid_domain *domain;
-    struct fid_cq *cq;
-    int wait_fd;  /* -1: the provider has none */
-    bool over_rxm;
-    uint32_t depth;
-} pk_rail;
-
-typedef struct {
-    uint64_t address;
-    uint64_t length;
-    uint64_t remote_base;
-    uint64_t key;
-    void *desc;
-    struct fid_mr *mr;
-    uint64_t users;  /* [lock] spans of tickets under way */
-    bool leaving;    /* [lock] takes no new ones */
-} pk_memory;
-
-/* One write under way. The first 64 bytes are the provider's until its completion has come. */
-typedef struct pk_op {
-    _Alignas(64) unsigned char context[64];
-    pk_ticket *ticket;  /* NULL: not under way */
-    uint64_t length;
-    bool completed;
-    struct pk_op *next;
-    struct pk_op *previous;
-} pk_op;
-
-struct pk_peer {
-    uint64_t id;
-    bool fencing;     /* [lock] */
-    bool connecting;  /* [lock] */
-    bool connected;   /* [lock] */
-    /* All below: [progress] */
-    struct fid_ep *ep;
-    struct fid_av *av;
-    fi_addr_t destination;
-    uint32_t outstanding;
-    pk_op *ops;
-    pk_ticket *first;  /* with writes left to post */
-    pk_ticket *last;
-    pk_ticket *draining;  /* all that will be posted is posted */
-    int64_t retry_at;     /* nanoseconds; the provider put us off until then */
-    int64_t retry_delay;
-    pk_peer *next;  /* all peers */
-    pk_peer *previous;
-};
-
-int pk_rail_open(pk_rail *rail, const pk_library *library, const pk_options *options, pk_failure *failure);
-void pk_rail_close(pk_rail *rail, const pk_library *library);
-int pk_rail_register(pk_rail *rail, const pk_library *library, pk_memory *memory, int interface, uint64_t wanted_key,
-                     pk_failure *failure);
-int pk_rail_open_endpoint(pk_rail *rail, const pk_library *library, pk_peer *peer, uint8_t *address, uint64_t *size,
-                          pk_failure *failure);
-int pk_rail_connect(const pk_library *library, pk_peer *peer, const uint8_t *address, pk_failure *failure);
-/* Closing an address table also forgets the addresses in it. */
-void pk_close_av(pk_peer *peer);
+/* Needs the lock. NULL, with the failure told, unless the peer may be used. */
+pk_peer *pk_usable_peer(pk_core *core, uint64_t id, pk_failure *failure);
 
 /* ---- requests ---- */
 
@@ -154,22 +53,18 @@ typedef struct pk_request {
     pk_peer *peer;
     pk_memory *memory;
     uint64_t id;  /* of the peer, the memory or the ticket */
-    int interface;
-    uint64_t wanted_key;
-    uint64_t key;
-    uint64_t remote_base;
-    uint8_t *address;
-    uint64_t size;
+    pk_contact *contacts;             /* to store */
+    const pk_contact *their_contacts; /* as many as both sides have rails */
+    uint64_t size;                    /* of a description */
 } pk_request;
 
 /* ---- ticket.c ---- */
 
 typedef struct {
-    uint64_t local;
-    uint64_t remote;
-    uint64_t key;
-    void *desc;
-    pk_memory *memory;
+    pk_memory *memory; /* NULL: not counted as a user of it */
+    const pk_target *target;
+    uint64_t local;  /* offset in memory */
+    uint64_t remote; /* offset in target */
 } pk_mapped_span;
 
 typedef struct {
@@ -188,6 +83,7 @@ struct pk_ticket {
     uint32_t immediate;
     uint32_t ready_value;
     const uint32_t *ready;  /* NULL: post at once */
+    uint64_t limit;         /* bytes of a write */
     uint64_t writes;
     uint64_t bytes;
     uint64_t posted;
@@ -207,12 +103,13 @@ struct pk_ticket {
     char detail[192];
 };
 
+/* The next write of a ticket. It can go over any rail. */
 typedef struct {
-    const void *source;
-    void *desc;
-    uint64_t length;
+    const pk_memory *memory;
+    const pk_target *target;
+    uint64_t local; /* offset in memory */
     uint64_t remote;
-    uint64_t key;
+    uint64_t length;
 } pk_piece;
 
 /* ---- the core ---- */
@@ -227,7 +124,11 @@ typedef struct {
 struct pk_core {
     pk_library library;
     pk_facts facts;
-    pk_rail rail;  /* one for now; several lie here as an array, with one endpoint each per peer */
+    pk_rail rails[PK_MOST_RAILS];
+    uint32_t rail_count;
+    uint64_t stripe;
+    uint64_t most_registered;
+    bool flush;
     pthread_t thread;
     int wake_fd;  /* eventfd */
 
@@ -243,6 +144,7 @@ struct pk_core {
     bool closed;
     pk_table peers;
     pk_table memories;
+    pk_table targets;
     uint64_t next_ticket;
     pk_slot *slots;
     uint32_t expected;
@@ -251,16 +153,22 @@ struct pk_core {
     uint64_t events_first;
     uint64_t events_count;
     uint64_t events_owed;
+    pk_event *held; /* arrivals that are told after a flush, oldest first; room for as many as are owed */
+    uint64_t held_count;
     bool woken;
     pk_counters counters;
 
     /* [progress] */
     pk_peer *first_peer;
-    uint32_t depth; /* writes under way per peer: its share of the completion queue, within the rail's depth */
+    uint32_t depth; /* writes under way per endpoint: its share of the completion queue, within the rails' depth */
     pk_op *free_ops;
     struct pk_op_chunk *chunks;
     uint64_t unposted;     /* tickets with writes left to post */
-    uint64_t outstanding;  /* writes */
+    uint64_t outstanding;  /* writes, and reads of a flush */
+    uint64_t warming;      /* endpoints */
+    pk_peer *self;         /* endpoints to ourselves, for flushes; NULL without */
+    uint64_t flushed;      /* arrivals held that the flush under way is for */
+    uint64_t flushing;     /* reads under way */
     uint64_t retries;
     bool expecting;        /* as of the last look under the lock */
     uint32_t quiet_rounds;
@@ -268,11 +176,11 @@ struct pk_core {
 };
 
 /* ticket.c; pk_ticket_map and pk_ticket_free need the lock */
-pk_ticket *pk_ticket_new(const pk_core *core, const pk_product *products, uint64_t count, pk_failure *failure);
+pk_ticket *pk_ticket_new(const pk_product *products, uint64_t count, pk_failure *failure);
 int pk_ticket_map(pk_core *core, pk_ticket *ticket, const pk_product *products, pk_failure *failure);
 void pk_ticket_free(pk_ticket *ticket);
 bool pk_ticket_ready(const pk_ticket *ticket);
-pk_piece pk_ticket_piece(const pk_ticket *ticket, uint64_t max_message);
+pk_piece pk_ticket_piece(const pk_ticket *ticket);
 void pk_ticket_advance(pk_ticket *ticket, uint64_t length);
 /* Put it among its peer's tickets, take it out. */
 void pk_ticket_start(pk_core *core, pk_ticket *ticket);
@@ -284,7 +192,25 @@ void pk_ticket_rotate(pk_ticket *ticket);
 
 /* post.c */
 uint64_t pk_post(pk_core *core);
-pk_op *pk_op_take(pk_core *core, pk_ticket *ticket, uint64_t length);
+
+/* The provider has put us off: when to try that endpoint again. */
+void pk_put_off(pk_core *core, pk_endpoint *endpoint, int64_t now);
+
+/* warm.c: making the way to a new peer ready */
+uint64_t pk_warm_up(pk_core *core);
+void pk_warm_up_begin(pk_core *core, pk_endpoint *endpoint, const pk_contact *contact);
+void pk_warm_up_done(pk_core *core, pk_endpoint *endpoint, bool good);
+void pk_warm_up_end(pk_core *core, pk_endpoint *endpoint);
+
+/* flush.c: reading from a device, so that it sees what has arrived before anybody is told */
+int pk_flush_open(pk_core *core, pk_failure *failure);
+uint64_t pk_flush(pk_core *core);
+void pk_flush_done(pk_core *core, pk_op *op, bool good);
+/* Wait for the reads under way, since memory is about to go. */
+void pk_flush_wait(pk_core *core);
+
+/* op.c; ticket is NULL for what is no write */
+pk_op *pk_op_take(pk_core *core, pk_op_kind kind, pk_peer *peer, pk_ticket *ticket, uint32_t rail, uint64_t length);
 void pk_op_release(pk_core *core, pk_op *op);
 bool pk_op_known(const pk_core *core, const pk_op *op);
 void pk_ops_free(pk_core *core);

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import array
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
-from neuron_pushkv.errors import RegistrationError, TransportError
-from neuron_pushkv.fabric.opening import native, open_core, text_of, version_text
+import numpy as np
+from numpy.typing import NDArray
 
-ADDRESS_ROOM = 512
+from neuron_pushkv.errors import RegistrationError, TransportError
+from neuron_pushkv.fabric.opening import Options, native, open_core, text_of, version_text
+
 POLL_ROOM = 64
 
 SYSTEM_MEMORY = 0
@@ -29,7 +28,8 @@ class Facts:
     library: str
     provider: str
     fabric: str
-    domain: str
+    nics: tuple[str, ...]
+    """Rail by rail."""
     address_format: int
     memory_mode: int
     max_message: int
@@ -61,6 +61,15 @@ class RawEvent:
 
 
 @dataclass(frozen=True)
+class Contact:
+    """Where a peer finds an endpoint: its address, and remote address and key of its door (see ``warm.c``)."""
+
+    address: bytes
+    door: int
+    key: int
+
+
+@dataclass(frozen=True)
 class Receipt:
     """What :meth:`Core.write` started."""
 
@@ -72,7 +81,7 @@ class Receipt:
 class Core:
     """One opened library, provider and progress thread. Methods may be called from any thread and release the GIL."""
 
-    def __init__(self, provider: str, *, library: Path | None, host: str | None) -> None:
+    def __init__(self, provider: str, options: Options) -> None:
         module = native()
         self._process = os.getpid()
         self.ffi: Any = module.ffi
@@ -81,7 +90,7 @@ class Core:
         # gets to run, so a fence at the sender could not protect memory that is used again. Read once, by the first use
         # of libfabric in a process, whichever provider that is for.
         os.environ["FI_SHM_DISABLE_CMA"] = "1"
-        self._handle: Any = self.ffi.gc(open_core(module, provider, library, host), self._free)
+        self._handle: Any = self.ffi.gc(open_core(module, provider, options), self._free)
         facts = self.ffi.new("pk_facts *")
         self.lib.pk_get_facts(self._handle, facts)
         self.facts = Facts(
@@ -89,7 +98,7 @@ class Core:
             library=self._text(facts.library),
             provider=self._text(facts.provider),
             fabric=self._text(facts.fabric),
-            domain=self._text(facts.domain),
+            nics=tuple(self._text(facts.domains).split(", ")),
             address_format=facts.address_format,
             memory_mode=facts.memory_mode,
             max_message=facts.max_message,
@@ -111,14 +120,14 @@ class Core:
         if code != self.lib.PK_OK:
             raise TransportError(self._text(failure.text))
 
-    def register(self, address: int, length: int, interface: int = SYSTEM_MEMORY) -> tuple[int, int, int]:
-        """Returns handle, remote base and key. Raises :class:`RegistrationError`."""
+    def register(
+        self, address: int, length: int, interface: int = SYSTEM_MEMORY, device: int = -1
+    ) -> tuple[int, bytes]:
+        """Returns a handle, and what a peer passes to :meth:`attach`. Raises :class:`RegistrationError`."""
         ffi, lib = self.ffi, self.lib
-        out = ffi.new("uint64_t[3]")
+        memory, size = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         failure = ffi.new("pk_failure *")
-        # Where the key is ours to choose it is a secret too: whoever has it may write.
-        key = secrets.randbits(63)
-        code = lib.pk_register(self._handle, address, length, interface, key, out, out + 1, out + 2, failure)
+        code = lib.pk_register(self._handle, address, length, interface, device, memory, size, failure)
         if code == lib.PK_CLOSED:
             raise TransportError(self._text(failure.text))
         if code != lib.PK_OK:
@@ -126,27 +135,43 @@ class Core:
                 f"{length} bytes at {address:#x} can't be registered with provider '{self.facts.provider}': "
                 f"{self._text(failure.text)}"
             )
-        return out[0], out[1], out[2]
+        description = ffi.new("uint8_t[]", size[0])
+        self._check(lib.pk_describe(self._handle, memory[0], description, failure), failure)
+        return memory[0], bytes(ffi.buffer(description))
 
     def deregister(self, memory: int) -> None:
         """Raises :class:`TransportError`, also while a ticket reads it."""
         failure = self.ffi.new("pk_failure *")
         self._check(self.lib.pk_deregister(self._handle, memory, failure), failure)
 
-    def open_peer(self) -> tuple[int, bytes]:
-        """Returns the peer and its endpoint's address. Raises :class:`TransportError`."""
+    def open_peer(self) -> tuple[int, list[Contact]]:
+        """Returns the peer, and its endpoints rail by rail. Raises :class:`TransportError`."""
         ffi = self.ffi
         peer = ffi.new("uint64_t *")
-        room = ffi.new(f"uint8_t[{ADDRESS_ROOM}]")
-        size = ffi.new("uint64_t *", ADDRESS_ROOM)
+        contacts = ffi.new("pk_contact[]", len(self.facts.nics))
         failure = ffi.new("pk_failure *")
-        self._check(self.lib.pk_open_peer(self._handle, peer, room, size, failure), failure)
-        return peer[0], bytes(ffi.buffer(room, size[0]))
+        self._check(self.lib.pk_open_peer(self._handle, peer, contacts, failure), failure)
+        return peer[0], [
+            Contact(bytes(ffi.buffer(contact.address, contact.size)), contact.door, contact.key) for contact in contacts
+        ]
 
-    def connect(self, peer: int, address: bytes) -> None:
+    def connect(self, peer: int, contacts: Sequence[Contact]) -> None:
         """Raises :class:`TransportError`."""
+        table = self.ffi.new("pk_contact[]", len(contacts))
+        for entry, contact in zip(table, contacts, strict=True):
+            entry.size, entry.door, entry.key = len(contact.address), contact.door, contact.key
+            self.ffi.memmove(entry.address, contact.address, min(len(contact.address), self.lib.PK_ADDRESS_ROOM))
         failure = self.ffi.new("pk_failure *")
-        self._check(self.lib.pk_connect(self._handle, peer, address, len(address), failure), failure)
+        self._check(self.lib.pk_connect(self._handle, peer, table, len(contacts), failure), failure)
+
+    def attach(self, peer: int, description: bytes) -> int:
+        """Returns the target. Raises :class:`TransportError`."""
+        target = self.ffi.new("uint64_t *")
+        failure = self.ffi.new("pk_failure *")
+        code = self.lib.pk_attach(self._handle, peer, description, len(description), target, failure)
+        self._check(code, failure)
+        number: int = target[0]
+        return number
 
     def fence(self, peer: int) -> None:
         """Raises :class:`TransportError` if the endpoint can't be closed."""
@@ -156,21 +181,21 @@ class Core:
     def write(
         self,
         peer: int,
-        products: Sequence[tuple[array.array[int], array.array[int]]],
+        products: Sequence[tuple[NDArray[np.uint64], NDArray[np.uint64]]],
         immediate: int,
         ready: tuple[int, int] | None,
     ) -> Receipt:
-        """``products``: pairs of flat tables, spans (memory, local, remote, key) and runs (local, remote, length).
+        """``products``: pairs of tables, spans (memory, local, target, offset) and runs (local, remote, length).
 
-        The time for which this holds the GIL does not depend on the number of runs. Raises :class:`TransportError`.
+        The time for which this holds the GIL does not depend on their lengths. Raises :class:`TransportError`.
         """
         ffi = self.ffi
         table = ffi.new("pk_product[]", len(products))
         for entry, (spans, runs) in zip(table, products, strict=True):
             entry.spans = ffi.cast("pk_span *", ffi.from_buffer(spans))
-            entry.span_count = len(spans) // 4
+            entry.span_count = len(spans)
             entry.runs = ffi.cast("pk_run *", ffi.from_buffer(runs))
-            entry.run_count = len(runs) // 3
+            entry.run_count = len(runs)
         receipt = ffi.new("pk_receipt *")
         failure = ffi.new("pk_failure *")
         address, value = ready if ready is not None else (0, 0)
@@ -234,6 +259,12 @@ class Core:
         counters = self.ffi.new("pk_counters *")
         self.lib.pk_get_counters(self._handle, counters)
         return {name: getattr(counters, name) for name, _ in self.ffi.typeof("pk_counters").fields}
+
+    def rail_bytes(self) -> list[int]:
+        """Bytes of completed writes, rail by rail."""
+        room = self.ffi.new("uint64_t[]", len(self.facts.nics))
+        self.lib.pk_get_rail_bytes(self._handle, room)
+        return list(room)
 
     def close(self) -> None:
         """Ends the progress thread. Idempotent, and nothing in a forked child."""

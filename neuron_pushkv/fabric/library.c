@@ -71,6 +71,18 @@ static bool acceptable(const struct fi_info *info, const char *provider, const c
            info->domain_attr->cq_data_size >= sizeof(uint32_t) && (info->tx_attr->op_flags & FI_DELIVERY_COMPLETE);
 }
 
+bool pk_append_name(char *text, size_t room, size_t *used, const char *name)
+{
+    int wrote = snprintf(text + *used, room - *used, "%s%s", *used ? ", " : "", name);
+
+    if (wrote < 0 || (size_t)wrote >= room - *used) {
+        text[*used] = '\0';
+        return false;
+    }
+    *used += (size_t)wrote;
+    return true;
+}
+
 static void list_offers(const pk_library *library, pk_failure *failure)
 {
     struct fi_info *all = NULL;
@@ -86,18 +98,69 @@ static void list_offers(const pk_library *library, pk_failure *failure)
             seen = strcmp(before->fabric_attr->prov_name, name) == 0;
         if (seen)
             continue;
-        int wrote = snprintf(failure->text + used, sizeof failure->text - used, "%s%s", used ? ", " : "", name);
-        if (wrote < 0 || (size_t)wrote >= sizeof failure->text - used)
+        if (!pk_append_name(failure->text, sizeof failure->text, &used, name))
             break;
-        used += (size_t)wrote;
     }
     library->freeinfo(all);
 }
 
-int pk_library_offer(const pk_library *library, const pk_options *options, struct fi_info **chosen, pk_failure *failure)
+const char *pk_nic(const struct fi_info *info)
+{
+    return info->domain_attr->name ? info->domain_attr->name : "";
+}
+
+/* EFA's domains are a card's name and, after a dash, the endpoints' type. */
+static bool is_nic(const struct fi_info *info, const char *name, size_t length)
+{
+    const char *domain = pk_nic(info);
+
+    return strncmp(domain, name, length) == 0 && (domain[length] == '\0' || domain[length] == '-');
+}
+
+/* The first offer of each card. */
+static uint32_t distinct(struct fi_info *offers, const pk_options *options, const char *layer, struct fi_info **found)
+{
+    uint32_t count = 0;
+
+    for (struct fi_info *info = offers; info && count < PK_MOST_RAILS; info = info->next) {
+        bool seen = false;
+        for (uint32_t i = 0; i < count && !seen; i++)
+            seen = strcmp(pk_nic(found[i]), pk_nic(info)) == 0;
+        if (!seen && acceptable(info, options->provider, layer))
+            found[count++] = info;
+    }
+    return count;
+}
+
+/* Those that are named, in that order. Returns how many, or 0 with the failure told. */
+static uint32_t named(struct fi_info **found, uint32_t count, const char *names, pk_failure *failure)
+{
+    struct fi_info *chosen[PK_MOST_RAILS];
+    uint32_t chosen_count = 0;
+    size_t length;
+
+    for (; *names && chosen_count < PK_MOST_RAILS; names += length + (names[length] == ',')) {
+        uint32_t i = 0;
+        length = strcspn(names, ",");
+        while (i < count && !is_nic(found[i], names, length))
+            i++;
+        if (i == count) {
+            size_t used = 0;
+            failure->code = PK_NO_NIC;
+            for (i = 0; i < count; i++)
+                pk_append_name(failure->text, sizeof failure->text, &used, pk_nic(found[i]));
+            return 0;
+        }
+        chosen[chosen_count++] = found[i];
+    }
+    memcpy(found, chosen, chosen_count * sizeof *chosen);
+    return chosen_count;
+}
+
+static int get_offers(const pk_library *library, const pk_options *options, struct fi_info **offers,
+                      pk_failure *failure)
 {
     struct fi_info *hints = library->dupinfo(NULL); /* what fi_allocinfo does */
-    struct fi_info *offers = NULL;
     char provider[64];
     char fabric_name[64];
 
@@ -114,27 +177,54 @@ int pk_library_offer(const pk_library *library, const pk_options *options, struc
     hints->fabric_attr->prov_name = provider;
     hints->fabric_attr->name = options->fabric_name ? fabric_name : NULL;
 
-    int error = library->getinfo(library->api, options->host, NULL, options->host ? FI_SOURCE : 0, hints, &offers);
+    int error = library->getinfo(library->api, options->host, NULL, options->host ? FI_SOURCE : 0, hints, offers);
     hints->fabric_attr->prov_name = NULL; /* freeinfo would free our arrays */
     hints->fabric_attr->name = NULL;
     library->freeinfo(hints);
     if (error && error != -FI_ENODATA)
         return pk_fail(library, failure, PK_FABRIC, "fi_getinfo", error);
+    return PK_OK;
+}
 
-    const struct fi_info *pick = NULL;
-    for (const struct fi_info *info = offers; info && !pick; info = info->next)
-        if (acceptable(info, options->provider, ""))
-            pick = info;
-    for (const struct fi_info *info = offers; info && !pick; info = info->next)
-        if (acceptable(info, options->provider, ";ofi_rxm"))
-            pick = info;
-    *chosen = pick ? library->dupinfo(pick) : NULL;
-    if (offers)
-        library->freeinfo(offers);
-    if (!pick) {
+/* Among the offers. */
+static int choose(const pk_library *library, const pk_options *options, struct fi_info *offers, struct fi_info **infos,
+                  uint32_t *rails, pk_failure *failure)
+{
+    struct fi_info *found[PK_MOST_RAILS];
+    uint32_t count = distinct(offers, options, "", found);
+
+    if (!count)
+        count = distinct(offers, options, ";ofi_rxm", found);
+    if (!count) {
         list_offers(library, failure);
         failure->code = PK_NO_PROVIDER;
         return PK_NO_PROVIDER;
     }
-    return *chosen ? PK_OK : pk_fail(library, failure, PK_OUT_OF_MEMORY, "fi_dupinfo", 0);
+    if (options->nics && !(count = named(found, count, options->nics, failure)))
+        return failure->code;
+    *rails = options->rails ? options->rails : count;
+    for (uint32_t i = 0; i < *rails; i++) {
+        infos[i] = library->dupinfo(found[i % count]);
+        if (!infos[i]) {
+            while (i--)
+                library->freeinfo(infos[i]);
+            return pk_fail(library, failure, PK_OUT_OF_MEMORY, "fi_dupinfo", 0);
+        }
+    }
+    return PK_OK;
+}
+
+int pk_library_offer(const pk_library *library, const pk_options *options, struct fi_info **infos, uint32_t *count,
+                     pk_failure *failure)
+{
+    struct fi_info *offers = NULL;
+
+    if (options->rails > PK_MOST_RAILS)
+        return pk_fail(NULL, failure, PK_BAD_ARGUMENT, "too many rails", 0);
+    int code = get_offers(library, options, &offers, failure);
+    if (!code)
+        code = choose(library, options, offers, infos, count, failure);
+    if (offers)
+        library->freeinfo(offers);
+    return code;
 }

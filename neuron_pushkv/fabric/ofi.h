@@ -18,10 +18,12 @@
 
 #define FI_MSG (1ULL << 1)
 #define FI_RMA (1ULL << 2)
+#define FI_READ (1ULL << 8)
 #define FI_WRITE (1ULL << 9)
 #define FI_RECV (1ULL << 10)
 #define FI_SEND (1ULL << 11)
 #define FI_TRANSMIT FI_SEND
+#define FI_REMOTE_READ (1ULL << 12)
 #define FI_REMOTE_WRITE (1ULL << 13)
 #define FI_REMOTE_CQ_DATA (1ULL << 17)
 #define FI_DELIVERY_COMPLETE (1ULL << 28)
@@ -40,7 +42,7 @@ enum { FI_CQ_FORMAT_DATA = 3 };
 enum { FI_WAIT_NONE = 0, FI_WAIT_FD = 3 };
 enum { FI_THREAD_DOMAIN = 3 };
 enum { FI_GETWAIT = 5, FI_ENABLE = 6 };
-enum { FI_EAGAIN = 11, FI_ENODATA = 61, FI_EAVAIL = 259 };
+enum { FI_EAGAIN = 11, FI_ENOMEM = 12, FI_EINVAL = 22, FI_ENODATA = 61, FI_EAVAIL = 259 };
 
 typedef uint64_t fi_addr_t;
 
@@ -197,10 +199,12 @@ struct fi_ops_cm {
 
 struct fi_ops_rma {
     size_t size;
-    void *read;
+    ssize_t (*read)(struct fid_ep *ep, void *buffer, size_t length, void *desc, fi_addr_t source, uint64_t address,
+                    uint64_t key, void *context);
     void *readv;
     void *readmsg;
-    void *write;
+    ssize_t (*write)(struct fid_ep *ep, const void *buffer, size_t length, void *desc, fi_addr_t destination,
+                     uint64_t address, uint64_t key, void *context);
     void *writev;
     void *writemsg;
     void *inject;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,10 @@ LEAST_VERSION = (1, 17)
 API_VERSION = (1, 22)
 """Newest API that we ask a library for; later ones answer to it too."""
 TX_DEPTH = 256
-"""Writes under way per peer. More gains nothing (a round trip is covered) and makes a fence leave more in doubt."""
+"""Writes under way per peer and rail. More gains nothing (a round trip is covered); a fence leaves more in doubt."""
+
+STRIPE = 256 << 10
+"""Bytes. Longer writes are split so that all rails have a share of each; shorter ones go over one rail as they are."""
 
 
 def native() -> ModuleType:
@@ -47,26 +51,46 @@ def text_of(ffi: Any, characters: Any) -> str:
     return raw.decode(errors="replace")
 
 
-def open_core(module: ModuleType, asked: str, library: Path | None, host: str | None) -> Any:
+@dataclass(frozen=True)
+class Options:
+    """What may be said about how a core is opened; the settings of :class:`FabricTransport` say what each means."""
+
+    library: Path | None = None
+    host: str | None = None
+    nics: tuple[str, ...] = ()
+    rails: int | None = None
+    flush: bool = False
+    cpu: int | None = None
+    most_registered: int | None = None
+
+
+def open_core(module: ModuleType, asked: str, opening: Options) -> Any:
     """The opened ``pk_core *``, whose owner must close and free it. Raises :class:`FabricError`.
 
-    ``asked`` is "efa", "efa-direct", "tcp" or "shm"; ``library`` and ``host`` as in the settings.
+    ``asked`` is "efa", "efa-direct", "tcp" or "shm".
     """
     ffi, lib = module.ffi, module.lib
+    if opening.rails is not None and not 1 <= opening.rails <= lib.PK_MOST_RAILS:
+        raise FabricError(f"{opening.rails} rails can't be opened; there can be 1 to {lib.PK_MOST_RAILS}")
     # The two protocols over EFA are fabrics of one provider.
     fabric_name = asked if asked in ("efa", "efa-direct") else None
     provider = "efa" if fabric_name else asked
     options = ffi.new("pk_options *")
-    keep = [ffi.new("char[]", text.encode()) for text in (provider, fabric_name or "", host or "")]
-    options.provider = keep[0]
-    options.fabric_name = keep[1] if fabric_name else ffi.NULL
-    options.host = keep[2] if host else ffi.NULL
+    texts = (provider, fabric_name, opening.host, ",".join(opening.nics) or None)
+    keep = [ffi.NULL if text is None else ffi.new("char[]", text.encode()) for text in texts]
+    options.provider, options.fabric_name, options.host, options.nics = keep
     options.least_version = packed(LEAST_VERSION)
     options.api_version = packed(API_VERSION)
     options.tx_depth = TX_DEPTH
+    # All the cards that there are make sense with EFA; elsewhere several would be several ways through one.
+    options.rails = opening.rails or (0 if fabric_name or opening.nics else 1)
+    options.stripe = STRIPE
+    options.flush = opening.flush
+    options.most_registered = opening.most_registered or 0
+    options.cpu = -1 if opening.cpu is None else opening.cpu
     out = ffi.new("pk_core **")
     tried: list[str] = []
-    for path in discovery.candidates(library, provider):
+    for path in discovery.candidates(opening.library, provider):
         name = ffi.new("char[]", os.fsencode(path))
         options.library = name
         failure = ffi.new("pk_failure *")
@@ -82,10 +106,26 @@ def open_core(module: ModuleType, asked: str, library: Path | None, host: str | 
         elif code == lib.PK_TOO_OLD:
             tried.append(f"{where}: too old, {version_text(packed(LEAST_VERSION))} or later is needed")
         elif code == lib.PK_NO_PROVIDER:
-            raise _not_offered(asked, provider, text, where, host)
+            raise _not_offered(asked, provider, text, where, opening.host)
+        elif code == lib.PK_NO_NIC:
+            raise FabricError(
+                f"network cards {', '.join(opening.nics)} were asked for, but with provider '{asked}' {where} has here "
+                f"only: {text}"
+            )
+        elif code == lib.PK_NO_CPU:
+            raise FabricError(
+                f"the progress thread can't run on core {opening.cpu}: this machine has {cores()}, of which this "
+                "process may be allowed fewer; set 'progress_core' to one of those, or leave it unset"
+            )
         else:
             raise FabricError(f"{where}: provider '{asked}' can't be opened: {text}")
     raise FabricError(f"no usable libfabric ({'; '.join(tried)}); {discovery.HOW_TO_GET_ONE}")
+
+
+def cores() -> str:
+    """This machine's, as the kernel lists them, for people: "cores 0-15"."""
+    online = Path("/sys/devices/system/cpu/online")
+    return f"cores {online.read_text().strip()}" if online.is_file() else f"{os.cpu_count()} cores"
 
 
 def _not_offered(asked: str, provider: str, offered: str, where: str, host: str | None) -> FabricError:

@@ -48,9 +48,9 @@ void pk_kick(pk_core *core)
 
 static int64_t longest_nap(const pk_core *core)
 {
-    bool announced = core->rail.wait_fd >= 0;
+    bool announced = core->facts.waits;
 
-    if (core->unposted)
+    if (core->unposted || core->flushed || core->warming)
         return NAP_WITH_WRITES_TO_POST;
     if (core->outstanding)
         return announced ? NAP_WHEN_ANNOUNCED : NAP_WITH_WRITES_UNDER_WAY;
@@ -61,10 +61,9 @@ static int64_t longest_nap(const pk_core *core)
 
 static void nap(pk_core *core)
 {
-    const pk_rail *rail = &core->rail;
-    bool announced = rail->wait_fd >= 0;
-    bool busy = core->unposted || core->outstanding || core->expecting;
-    struct pollfd fds[2] = {{core->wake_fd, POLLIN, 0}, {rail->wait_fd, POLLIN, 0}};
+    bool announced = core->facts.waits;
+    bool busy = core->unposted || core->outstanding || core->expecting || core->flushed || core->warming;
+    struct pollfd fds[1 + PK_MOST_RAILS] = {{core->wake_fd, POLLIN, 0}};
     int64_t longest = longest_nap(core);
     struct timespec time;
     uint64_t count;
@@ -74,19 +73,22 @@ static void nap(pk_core *core)
             sched_yield();
         return;
     }
-    if (announced && !core->unposted)
+    if (announced && longest > NAP_WITH_WRITES_TO_POST)
         core->nap = longest;
     else
         core->nap = core->nap ? 2 * core->nap : SHORTEST_NAP;
     if (core->nap > longest)
         core->nap = longest;
-    if (announced) {
+    for (uint32_t i = 0; announced && i < core->rail_count; i++) {
+        const pk_rail *rail = &core->rails[i];
         struct fid *fid = &rail->cq->fid;
         if (rail->fabric->ops->trywait(rail->fabric, &fid, 1) == -FI_EAGAIN)
             return; /* something has come meanwhile */
+        fds[1 + i] = (struct pollfd){rail->wait_fd, POLLIN, 0};
     }
     pthread_mutex_lock(&core->lock);
-    bool sleep = !core->requests && !core->closing && core->expecting == (core->expected > 0);
+    bool sleep = !core->requests && !core->closing && core->expecting == (core->expected > 0) &&
+                 core->flushed == core->held_count;
     core->sleeping = sleep;
     core->counters.sleeps += sleep;
     pthread_mutex_unlock(&core->lock);
@@ -94,7 +96,7 @@ static void nap(pk_core *core)
         return;
     time.tv_sec = core->nap / 1000000000;
     time.tv_nsec = core->nap % 1000000000;
-    int ready = ppoll(fds, announced ? 2 : 1, &time, NULL);
+    int ready = ppoll(fds, announced ? 1 + core->rail_count : 1, &time, NULL);
     pthread_mutex_lock(&core->lock);
     core->sleeping = false;
     pthread_mutex_unlock(&core->lock);
@@ -112,28 +114,34 @@ static void shut_down(pk_core *core)
     /* From here on no id names anything, so nobody who was waiting for an answer touches what is freed below. */
     pthread_mutex_lock(&core->lock);
     pk_table peers = core->peers, memories = core->memories;
-    core->peers = core->memories = (pk_table){0};
+    free(core->targets.entries);
+    core->peers = core->memories = core->targets = (pk_table){0};
     pthread_mutex_unlock(&core->lock);
     free(peers.entries);
     while (core->first_peer) {
         pk_peer *peer = core->first_peer;
         core->first_peer = peer->next;
-        if (pk_fence_now(core, peer, &failure))
+        if (pk_fence_now(core, peer, &failure)) {
             clean = false;
-        else
+        } else {
+            pthread_mutex_lock(&core->lock);
+            pk_targets_free(core, peer);
+            pthread_mutex_unlock(&core->lock);
             free(peer);
+        }
     }
     for (uint32_t i = 0; clean && i < memories.size; i++) {
         pk_memory *memory = memories.entries[i].item;
         if (!memory)
             continue;
-        memory->mr->fid.ops->close(&memory->mr->fid);
-        free(memory);
+        pk_memory_close(core, memory, &failure);
+        pk_memory_free(memory);
     }
     free(memories.entries);
     if (!clean)
         return; /* an endpoint that won't close may still use all the rest: better leaked than freed under it */
-    pk_rail_close(&core->rail, &core->library);
+    for (uint32_t i = 0; i < core->rail_count; i++)
+        pk_rail_close(&core->rails[i], &core->library);
     pk_ops_free(core);
 }
 
@@ -172,6 +180,10 @@ void *pk_progress(void *argument)
             break;
         uint64_t moved = core->unposted ? pk_post(core) : 0;
         moved += pk_complete(core, 8);
+        if (core->warming)
+            moved += pk_warm_up(core);
+        if (core->flush)
+            moved += pk_flush(core);
         if (moved || asked) {
             core->quiet_rounds = 0;
             core->nap = 0;

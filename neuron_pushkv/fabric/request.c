@@ -13,16 +13,16 @@ void pk_answer(pk_core *core, pk_request *request, int code)
     pthread_mutex_unlock(&core->lock);
 }
 
-/* Half of the completion queue is for our own writes, in equal shares. */
+/* Half of each completion queue is for our own writes, in equal shares. */
 static void share_depth(pk_core *core)
 {
     uint32_t peers = 0;
 
     for (const pk_peer *peer = core->first_peer; peer; peer = peer->next)
         peers++;
-    core->depth = peers ? PK_COMPLETIONS / 2 / peers : core->rail.depth;
-    if (core->depth > core->rail.depth)
-        core->depth = core->rail.depth;
+    core->depth = core->facts.tx_depth;
+    if (peers && core->depth > PK_COMPLETIONS / 2 / peers)
+        core->depth = PK_COMPLETIONS / 2 / peers;
     if (!core->depth)
         core->depth = 1;
 }
@@ -48,23 +48,22 @@ static int do_register(pk_core *core, pk_request *request)
 {
     if (!add(core, &core->memories, request->memory, &request->id, &core->counters.memories))
         return pk_fail(NULL, request->failure, PK_OUT_OF_MEMORY, "no memory for a registration", 0);
-    int code = pk_rail_register(&core->rail, &core->library, request->memory, request->interface, request->wanted_key,
-                                request->failure);
+    int code = pk_memory_register(core, request->memory, request->failure);
     if (code)
         drop(core, &core->memories, request->id, &core->counters.memories);
-    request->key = request->memory->key;
-    request->remote_base = request->memory->remote_base;
+    else
+        request->size = pk_description_size(core, request->memory);
     return code;
 }
 
 static int do_deregister(pk_core *core, pk_request *request)
 {
-    int error = request->memory->mr->fid.ops->close(&request->memory->mr->fid);
+    pk_flush_wait(core);
+    int code = pk_memory_close(core, request->memory, request->failure);
 
-    if (error)
-        return pk_fail(&core->library, request->failure, PK_FABRIC, "fi_close of a memory region", error);
-    drop(core, &core->memories, request->id, &core->counters.memories);
-    return PK_OK;
+    if (!code)
+        drop(core, &core->memories, request->id, &core->counters.memories);
+    return code;
 }
 
 static int do_open_peer(pk_core *core, pk_request *request)
@@ -74,8 +73,7 @@ static int do_open_peer(pk_core *core, pk_request *request)
     if (!add(core, &core->peers, peer, &peer->id, &core->counters.peers))
         return pk_fail(NULL, request->failure, PK_OUT_OF_MEMORY, "no memory for a peer", 0);
     request->id = peer->id;
-    int code = pk_rail_open_endpoint(&core->rail, &core->library, peer, request->address, &request->size,
-                                     request->failure);
+    int code = pk_endpoints_open(core, peer, request->contacts, request->failure);
     if (code) {
         drop(core, &core->peers, peer->id, &core->counters.peers);
         return code;
@@ -102,6 +100,9 @@ static int do_fence(pk_core *core, pk_request *request)
     if (peer->next)
         peer->next->previous = peer->previous;
     share_depth(core);
+    pthread_mutex_lock(&core->lock);
+    pk_targets_free(core, peer);
+    pthread_mutex_unlock(&core->lock);
     drop(core, &core->peers, peer->id, &core->counters.peers);
     return PK_OK;
 }
@@ -142,7 +143,7 @@ void pk_do(pk_core *core, pk_request *request)
         code = do_open_peer(core, request);
         break;
     case PK_DO_CONNECT:
-        code = pk_rail_connect(&core->library, request->peer, request->address, request->failure);
+        code = pk_endpoints_connect(core, request->peer, request->their_contacts, request->failure);
         break;
     case PK_DO_FENCE:
         code = do_fence(core, request);

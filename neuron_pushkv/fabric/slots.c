@@ -51,12 +51,20 @@ bool pk_events_owe(pk_core *core)
     if (core->events_count + core->events_owed >= core->events_size) {
         uint64_t size = core->events_size ? 2 * core->events_size : 64;
         pk_event *events = malloc(size * sizeof *events);
-        if (!events)
+        pk_event *held = malloc(size * sizeof *held);
+        if (!events || !held) {
+            free(events);
+            free(held);
             return false;
+        }
         for (uint64_t i = 0; i < core->events_count; i++)
             events[i] = core->events[(core->events_first + i) % core->events_size];
+        for (uint64_t i = 0; i < core->held_count; i++)
+            held[i] = core->held[i];
         free(core->events);
+        free(core->held);
         core->events = events;
+        core->held = held;
         core->events_first = 0;
         core->events_size = size;
     }
@@ -80,7 +88,12 @@ static void settle_goal(pk_core *core, pk_slot *slot, uint32_t index, bool reach
     slot->armed = false;
     if (reached) {
         pk_event event = {.kind = PK_ARRIVED, .slot = index, .epoch = slot->expected - 1, .count = slot->count};
-        pk_events_push(core, &event);
+        if (core->flush) {
+            core->held[core->held_count++] = event;
+            pk_kick(core);
+        } else {
+            pk_events_push(core, &event);
+        }
     } else {
         core->events_owed--;
     }

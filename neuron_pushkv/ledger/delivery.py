@@ -1,8 +1,9 @@
 """One receiver's registration, as its sender sees it.
 
-PENDING while there is no source for it; PUSHING while blocks are still to come or tickets are open; WRITTEN when all
-bytes are in place and only the receiver's DONE is missing; STOPPING when it has failed or been cancelled with tickets
-open; ORPHANED when its receiver is gone with tickets open.
+INTENDED while the receiver has no blocks yet, and only wants the KV kept; PENDING while there is no source for it;
+PUSHING while blocks are still to come or tickets are open; WRITTEN when all bytes are in place and only the receiver's
+DONE is missing; STOPPING when it has failed or been cancelled with tickets open; ORPHANED when its receiver is gone
+with tickets open.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from neuron_pushkv.errors import Reason
-from neuron_pushkv.ledger.effects import CancelTicket, Effect, Key, Send
+from neuron_pushkv.ledger.effects import CancelTicket, Effect, Key, Send, Sent
+from neuron_pushkv.ledger.registration import Receiver
 from neuron_pushkv.ledger.sources import Source
-from neuron_pushkv.wire import Cancelled, Commit, Fail, Register
+from neuron_pushkv.ledger.tracks import Track
+from neuron_pushkv.wire import Cancelled, Commit, Fail, Intent, Progress, Register
 
 
 class State(Enum):
     """See the module's text."""
 
+    INTENDED = auto()
     PENDING = auto()
     PUSHING = auto()
     WRITTEN = auto()
@@ -28,8 +32,9 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Push:
-    """One ticket: ``first`` is the index of its first block among the registered ones."""
+    """One ticket: on which track and at which token it began."""
 
+    track: Track
     first: int
     writes: int
     bytes: int
@@ -37,18 +42,21 @@ class Push:
 
 @dataclass
 class Delivery:
-    """``steps`` is the engine's step count at the registration. ``key`` is how the receiver names it."""
+    """``steps`` is the engine's step count at the registration. ``key`` is how the receiver names it.
+
+    ``wish`` is what the receiver has sent; what only a registration has is None or empty before it.
+    """
 
     key: Key
-    register: Register
+    wish: Intent | Register
     since: float
     deadline: float
     steps: int
-    state: State = State.PENDING
+    state: State
+    receiver: Receiver | None = None
+    tracks: tuple[Track, ...] = ()
     said: tuple[str, int] = ("unknown", 0)
     source: Source | None = None
-    next: int = 0
-    """How many of the registered blocks have been handed to the transport."""
     tickets: dict[int, Push] = field(default_factory=dict)
     posted_at: float = 0.0
     written: int = 0
@@ -63,17 +71,49 @@ class Delivery:
     """The receiver has counted everything, before our own completions have come."""
     reason: Reason = Reason.WRITE_FAILED
     detail: str = ""
-    times: dict[str, float] = field(default_factory=dict)
+    moments: dict[str, float] = field(default_factory=dict)
 
-    def commit(self) -> list[Effect]:
+    def attach(self, source: Source, now: float, deadline: float) -> None:
+        """It has found its source; an intent only keeps it."""
+        self.source = source
+        source.active.add(self.key)
+        if self.state is State.PENDING:
+            self.state, self.deadline = State.PUSHING, deadline
+            self.reached("matched", now)
+            source.deliveries += 1
+
+    def news(self, steps: int) -> list[Effect]:
+        """What its receiver does not know yet, if it waits for anything: how far the engine has got."""
+        news = (self.source.state if self.source else "unknown", steps - self.steps)
+        if news == self.said or self.state is State.INTENDED:
+            return []
+        self.said = news
+        return [Send(self.key[0], Progress(self.key[1], self.key[2], *news))]
+
+    def reached(self, moment: str, now: float) -> None:
+        """Note when something happened last."""
+        self.moments[moment] = now - self.since
+
+    def commit(self, now: float) -> list[Effect]:
         """All blocks are posted: announce how many writes they were."""
+        assert isinstance(self.wish, Register)
         self.committed = self.written + sum(push.writes for push in self.tickets.values())
-        tokens = self.register.end_token - self.register.start_token
+        self.reached("committed", now)
+        tokens = self.wish.end_token - self.wish.start_token
         return [Send(self.key[0], Commit(self.key[1], self.key[2], self.committed, tokens))]
 
     def stop(self, reason: Reason, detail: str) -> list[Effect]:
         """It has failed or been cancelled: post no more, and wait for what is open."""
         self.state, self.reason, self.detail = State.STOPPING, reason, detail
+        return [CancelTicket(ticket) for ticket in self.tickets]
+
+    def rewind(self) -> list[Effect]:
+        """The blocks are taken back: what has not been written will be pushed again, from the first gap on."""
+        for track in self.tracks:
+            track.ahead.clear()
+        if not self.tickets:
+            return []
+        self.rewinding = True
         return [CancelTicket(ticket) for ticket in self.tickets]
 
     def last_word(self) -> Effect:
@@ -82,3 +122,21 @@ class Delivery:
         if self.cancelled and not self.in_doubt:
             return Send(connection, Cancelled(slot, epoch, self.written))
         return Send(connection, Fail(slot, epoch, self.written, self.in_doubt, self.reason, self.detail))
+
+    def sent(self, reason: Reason | None, detail: str) -> Sent:
+        """How it ended, for metrics."""
+        wish, source = self.wish, self.source
+        tokens = wish.end_token - wish.start_token if isinstance(wish, Register) and reason is None else 0
+        return Sent(
+            request=source.request if source else "",
+            transfer=wish.transfer,
+            traceparent=source.traceparent if source else "",
+            connection=self.key[0],
+            reason=reason,
+            detail=detail,
+            tokens=tokens,
+            writes=self.written,
+            started=self.since,
+            moments=self.moments,
+            bytes=self.bytes if reason is None else 0,
+        )

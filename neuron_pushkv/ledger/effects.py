@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from neuron_pushkv.errors import Reason
+from neuron_pushkv.plan.pair import Move
 from neuron_pushkv.wire import Message
 
 Key: TypeAlias = tuple[int, int, int]
@@ -54,25 +55,61 @@ class Forget:
 
 
 @dataclass(frozen=True)
-class Received:
-    """Tell vLLM, once: the request's KV is there (``reason`` None), or it isn't and nothing will touch its blocks."""
+class Ended:
+    """A delivery has ended on one side. ``reason`` is None if it was completed.
+
+    ``started`` is by this process's monotonic clock; ``moments`` are seconds after it, for what was reached.
+    """
 
     request: str
+    transfer: str
+    traceparent: str
+    connection: int
     reason: Reason | None
     detail: str
     tokens: int
     writes: int
-    phases: dict[str, float]
-    """Seconds of each phase that was reached."""
+    started: float
+    moments: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Received(Ended):
+    """Tell vLLM, once: the request's KV is there, or it isn't and nothing will touch its blocks. ``connection``: any of
+    its senders, -1 if there was none."""
+
+
+@dataclass(frozen=True)
+class Sent(Ended):
+    """For metrics. ``request`` is empty where no source was found."""
+
+    bytes: int
 
 
 @dataclass(frozen=True)
 class Write:
-    """Start writing ``source`` blocks into the receiver's ``target`` blocks; answer with posted or post_failed."""
+    """Start writing; answer with posted, skipped or post_failed. ``track`` is the ledger's own.
+
+    ``layers``: only these; None means all. ``ahead``: the step's other layers follow in a later one. ``heads`` are
+    those that the receiver wants of us.
+    """
 
     key: Key
-    source: tuple[int, ...]
-    target: tuple[int, ...]
+    heads: tuple[int, int]
+    track: int
+    moves: tuple[Move, ...]
+    layers: tuple[str, ...] | None = None
+    ahead: bool = False
+
+    @property
+    def first(self) -> int:
+        """First token of all its moves."""
+        return self.moves[0].first
+
+    @property
+    def end(self) -> int:
+        """One beyond the last."""
+        return self.moves[0].end
 
 
 @dataclass(frozen=True)
@@ -83,22 +120,12 @@ class CancelTicket:
 
 
 @dataclass(frozen=True)
-class Sent:
-    """A delivery has ended on the sender's side; for metrics."""
-
-    request: str
-    reason: Reason | None
-    detail: str
-    writes: int
-    bytes: int
-    phases: dict[str, float]
-
-
-@dataclass(frozen=True)
 class Freed:
-    """Nothing will read that request's kept blocks again."""
+    """Nothing will read that request's kept blocks again. ``asked``: how many of the engine's ranks were asked for them
+    where all that asked have got them, otherwise 0."""
 
     request: str
+    asked: int = 0
 
 
 @dataclass(frozen=True)

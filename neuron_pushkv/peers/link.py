@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from threading import get_ident
 from typing import Protocol, cast
 
 from neuron_pushkv.errors import Reason
@@ -48,6 +49,7 @@ class Link(asyncio.Protocol):
         self._received = bytearray()
         self._linger: asyncio.TimerHandle | None = None
         self._lock = threading.Lock()
+        self._thread = get_ident()
         self._ended = False
         self._outbox: list[bytes] = []
         self._queued = 0
@@ -128,8 +130,10 @@ class Link(asyncio.Protocol):
                 if self._flush_due:
                     return True
                 self._flush_due = True
+            # On the loop's own thread, where most answers are given, nobody needs to be woken.
+            soon = self._loop.call_soon if get_ident() == self._thread else self._loop.call_soon_threadsafe
             try:
-                self._loop.call_soon_threadsafe(self._overflow if full else self._flush)
+                soon(self._overflow if full else self._flush)
             except RuntimeError:  # The loop has been closed, and with it all connections.
                 return False
             return not full

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 
@@ -21,8 +20,6 @@ from neuron_pushkv.router.fleet import Directories, DirectoryFailure, Engine, Fl
 from neuron_pushkv.router.metrics import Metrics
 from neuron_pushkv.router.openai import Coordinates, Request, decode_body, prefill_body
 from neuron_pushkv.router.upstream import Failure, Reply, Upstream
-
-log = logging.getLogger(__name__)
 
 SECOND_OPINION_SECONDS = 0.2
 """How long the other leg's error is waited for where it would be the better one."""
@@ -71,20 +68,25 @@ class Dispatch:
         self._request = request
         self._request_id = request_id
         self._headers = {**headers, "X-Request-Id": request_id}
+        self._transfer = uuid.uuid4().hex
         self._tasks: dict[Leg, asyncio.Task[Reply]] = {}
         self._running: set[Leg] = set()
 
+    @property
+    def fields(self) -> dict[str, str]:
+        """What a log line says about it, besides how it ends."""
+        return {"transfer": self._transfer} | {leg.value: engine.url for leg, engine in self._engines.items()}
+
     async def begin(self) -> Reply:
         """Send both legs; returns once decode's answer has begun well. Raises :class:`Failure`, the client's answer."""
-        transfer = uuid.uuid4().hex
         try:
             source = await self._dispatcher.coordinates(self._engines[Leg.PREFILL])
         except Failure as failure:
             self._count_failure(Leg.PREFILL, failure)
             raise
         bodies = {
-            Leg.PREFILL: prefill_body(self._request, transfer),
-            Leg.DECODE: decode_body(self._request, transfer, self._request_id, source),
+            Leg.PREFILL: prefill_body(self._request, self._transfer),
+            Leg.DECODE: decode_body(self._request, self._transfer, self._request_id, source),
         }
         self._running = {Leg.PREFILL, Leg.DECODE}
         self._tasks = {leg: asyncio.create_task(self._send(leg, body)) for leg, body in bodies.items()}
@@ -96,7 +98,6 @@ class Dispatch:
         failed = _tell(_failure_of(prefilling), _failure_of(decoding), decoding.done())
         if failed is None:
             return decoding.result()
-        log.info("request %s ends with status %d: %s", self._request_id, failed.status, failed)
         await self.end("other_leg_failed")
         raise failed
 

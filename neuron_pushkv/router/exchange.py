@@ -18,8 +18,11 @@ from neuron_pushkv.router.dispatch import Dispatch, Dispatcher
 from neuron_pushkv.router.events import is_whole
 from neuron_pushkv.router.openai import MAX_BODY_BYTES, MAX_REQUEST_ID, Endpoint, Refusal, Refused, error_body, parse
 from neuron_pushkv.router.upstream import JSON, Failure
+from neuron_pushkv.telemetry import lines
 
 log = logging.getLogger(__name__)
+requests = logging.getLogger("neuron_pushkv.router.requests")
+"""One line for each request that has ended: INFO, or WARNING if an engine or the router has failed it."""
 
 PASSED_HEADERS = ("authorization", "traceparent", "tracestate", "x-session-id", "x-vllm-priority")
 """Request headers that vLLM reads and that mean the same on both engines."""
@@ -69,30 +72,53 @@ class GenerationEndpoint:
         except Refused as refused:
             metrics.refused.labels(refused.refusal).inc()
             body = error_body(refused.status, str(refused), refused.field)
-            ending = _Ending("refused", "", (refused.status, JSON, body))
+            ending = _Ending("refused", "", (refused.status, JSON, body), str(refused))
         except Failure as failure:
-            ending = _Ending("error", "other_leg_failed", (failure.status, failure.media_type, failure.body))
+            error = failure.status, failure.media_type, failure.body
+            ending = _Ending("error", "other_leg_failed", error, str(failure))
         except ClientLeft:
             ending = _Ending("client_left", "client_left")
         except TimeoutError:
             status = 408 if dispatch is None else 504
             text = f"the request took longer than the {self._request_seconds:g} s that one may take"
-            ending = _Ending("error", "timeout", (status, JSON, error_body(status, text)))
+            ending = _Ending("error", "timeout", (status, JSON, error_body(status, text)), text)
         except Exception:
             # Let through, a bug would cut the connection after a bare 500.
             log.exception("request %s has met a bug", answer.request_id)
             ending = _Ending("error", "bug", (500, JSON, error_body(500, "the router has a bug; its log says more")))
         finally:
-            metrics.total.labels(self._endpoint).observe(time.monotonic() - started)
+            seconds = time.monotonic() - started
+            metrics.total.labels(self._endpoint).observe(seconds)
             metrics.requests.labels(self._endpoint, ending.outcome).inc()
             if dispatch is not None:
                 await dispatch.end(ending.cause)
+            self._log(headers, dispatch, answer, ending, seconds)
         return ending
+
+    def _log(
+        self, headers: Headers, dispatch: Dispatch | None, answer: _Answer, ending: _Ending, seconds: float
+    ) -> None:
+        texts = {
+            "detail": ending.detail,
+            "request": answer.request_id,
+            **(dispatch.fields if dispatch is not None else {}),
+            "trace": lines.trace_id(headers.get("traceparent", "")),
+        }
+        fields: dict[str, str | int | float] = {"event": "request_ended", "outcome": ending.outcome}
+        status = answer.status or (ending.error[0] if ending.error is not None else 0)
+        fields |= {"status": status} if status else {}
+        fields |= {"endpoint": self._endpoint.value} | {key: text for key, text in texts.items() if text}
+        fields |= {"first_seconds": answer.first_seconds} if answer.first_seconds is not None else {}
+        fields["seconds"] = seconds
+        blames_client = 400 <= status < 500
+        level = logging.WARNING if ending.outcome == "error" and not blames_client else logging.INFO
+        lines.log(requests, level, fields)
 
     async def _answer(self, dispatch: Dispatch, answer: _Answer, started: float) -> None:
         reply = await dispatch.begin()
+        answer.first_seconds = time.monotonic() - started
         first = self._dispatcher.metrics.first_event.labels(self._endpoint, str(reply.streamed).lower())
-        first.observe(time.monotonic() - started)
+        first.observe(answer.first_seconds)
         async with contextlib.aclosing(dispatch.chunks()) as chunks:
             if reply.streamed:
                 await answer.start(reply.status, reply.media_type)
@@ -114,6 +140,8 @@ class _Ending:
     """Why legs that still run are cancelled."""
     error: tuple[int, str, bytes] | None = None
     """Status, media type and body of the error that the client is to get."""
+    detail: str = ""
+    """What went wrong, in one sentence for the log."""
 
 
 class _Answer:
@@ -122,11 +150,14 @@ class _Answer:
     def __init__(self, send: Send) -> None:
         self.request_id = ""
         self.outcome = "ok"
+        self.status = 0
+        """What has been sent; 0 before."""
+        self.first_seconds: float | None = None
+        """From the request's arrival to the first of its answer."""
         self.closes = True
         """Whether the connection ends with the answer: while the request's body has not been read to its end, it must,
         or the rest would be taken in, however long."""
         self._send = send
-        self._started = False
         self._tail = b""
 
     async def start(self, status: int, media_type: str, length: int | None = None) -> None:
@@ -138,7 +169,7 @@ class _Answer:
             headers.append((b"connection", b"close"))
         if length is not None:
             headers.append((b"content-length", str(length).encode()))
-        self._started = True
+        self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def chunk(self, data: bytes) -> None:
@@ -160,7 +191,7 @@ class _Answer:
 
     async def fail(self, status: int, media_type: str, body: bytes) -> None:
         """Tell the client of a failure: by status, or in an event if its answer has begun."""
-        if not self._started:
+        if not self.status:
             await self.whole(status, media_type, body)
             return
         # An event that was cut in two has to be ended before another can be told from it.

@@ -13,11 +13,14 @@ The contract, which ``tests/transport`` runs against every implementation:
 
 from __future__ import annotations
 
-import array
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import cached_property
+from typing import TypeAlias, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from neuron_pushkv.device.base import Memory, ReadyWord
 
@@ -27,6 +30,8 @@ SLOTS = 1 << SLOT_BITS
 EPOCHS = 1 << EPOCH_BITS
 
 Peer: TypeAlias = int
+Table: TypeAlias = NDArray[np.uint64]
+"""Rows of numbers, contiguous in C's order."""
 
 
 def immediate(slot: int, epoch: int) -> int:
@@ -36,53 +41,73 @@ def immediate(slot: int, epoch: int) -> int:
 
 @dataclass(frozen=True)
 class Registration:
-    """Memory known to the network. ``remote_base`` and ``key`` are what a peer needs to write at its start.
+    """Memory known to the network. ``description`` is what a peer passes to :meth:`Transport.attach` to write there.
 
-    ``remote_base`` is the virtual address where the provider addresses by it, and 0 where it addresses by offset.
+    It is opaque, and as long as the transport needs: keys for each rail and each part that was registered by itself.
     """
 
     handle: int
     memory: Memory
-    remote_base: int
-    key: int
-
-    def remote_address(self, address: int) -> int:
-        """What a peer must use to write at the local virtual ``address``."""
-        return self.remote_base + (address - self.memory.address)
+    description: bytes
 
 
 @dataclass(frozen=True)
 class Span:
-    """One pair of regions: where a product's offsets start on either side."""
+    """One pair of places: where a product's offsets start on either side."""
 
     registration: Registration
     local: int
     """Local virtual address."""
-    remote: int
-    """Remote address as the peer's :meth:`Registration.remote_address` gave it."""
-    key: int
+    target: int
+    """The peer's memory, as :meth:`Transport.attach` named it."""
+    offset: int
+    """Bytes from the start of that memory."""
 
 
-@dataclass(frozen=True)
+class SpanTable(Sequence[Span]):
+    """Spans that are used again and again, so that a transport may keep its own form of them."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self._spans = tuple(spans)
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Span]: ...
+    def __getitem__(self, index: int | slice) -> Span | Sequence[Span]:
+        return self._spans[index]
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @cached_property
+    def flat(self) -> Table:
+        """(n, 4): registration's handle, local address, target, offset."""
+        rows = [(span.registration.handle, span.local, span.target, span.offset) for span in self._spans]
+        return np.array(rows, dtype=np.uint64).reshape(-1, 4)
+
+
+@dataclass(frozen=True, eq=False)
 class Product:
-    """Every span times every run; the native core expands it. ``runs`` is flat: local offset, remote offset, bytes."""
+    """Every span times every run; the native core expands it. ``runs``: (n, 3) local offset, remote offset, bytes."""
 
-    spans: Sequence[Span]
-    runs: array.array[int]
+    spans: SpanTable
+    runs: Table
 
     def __post_init__(self) -> None:
-        if self.runs.typecode != "Q" or len(self.runs) % 3:
-            raise ValueError("runs is an array('Q') of (local offset, remote offset, length) triples")
+        runs = self.runs
+        if runs.dtype != np.uint64 or runs.ndim != 2 or runs.shape[1] != 3 or not runs.flags.c_contiguous:
+            raise ValueError("runs is a contiguous array of 64-bit (local offset, remote offset, length) rows")
 
     @property
     def writes(self) -> int:
         """How many writes it stands for, before a transport splits any of them."""
-        return len(self.spans) * (len(self.runs) // 3)
+        return len(self.spans) * len(self.runs)
 
     @property
     def bytes(self) -> int:
         """How many bytes it moves."""
-        return len(self.spans) * sum(self.runs[2::3])
+        return len(self.spans) * int(self.runs[:, 2].sum())
 
 
 Batch: TypeAlias = Sequence[Product]
@@ -149,6 +174,8 @@ class Transport(ABC):
     """What does the work, for people: "libfabric 2.5"; "none" where it is this package alone."""
     fence_is_final: bool
     """Whether nothing can be under way in the network after a fence; otherwise a quarantine follows."""
+    flushes: bool = False
+    """Whether an arrival is told only when the device is sure to see what has arrived."""
 
     @abstractmethod
     def register(self, memory: Memory) -> Registration:
@@ -171,12 +198,23 @@ class Transport(ABC):
         """Name the other side's endpoint. Raises :class:`TransportError` if the address can't be used."""
 
     @abstractmethod
+    def attach(self, peer: Peer, description: bytes) -> int:
+        """Name memory of a connected peer by its registration's description, for :class:`Span`, until the fence.
+
+        Raises :class:`TransportError` for what can't be such a description.
+        """
+
+    @abstractmethod
     def fence(self, peer: Peer) -> None:
         """Close the endpoint: its tickets end as failed, and nothing of that peer's lands after this returns."""
 
     @abstractmethod
     def write(self, peer: Peer, batch: Batch, immediate: int, ready: ReadyWord | None = None) -> Ticket:
-        """Start writing. Never blocks on queue depth. Source memory must stay as it is until the ticket has ended."""
+        """Start writing. Never blocks on queue depth. Source memory must stay as it is until the ticket has ended.
+
+        Raises :class:`TransportError`, and writes nothing, for a peer that isn't connected and for runs that leave the
+        registered memory here or the attached memory there.
+        """
 
     @abstractmethod
     def cancel(self, ticket: int) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import array
 import logging
 import os
 import struct
 import zlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 
 from neuron_pushkv.device.base import Memory, MemoryKind, ReadyWord
 from neuron_pushkv.errors import FabricError, RegistrationError, TransportError
-from neuron_pushkv.fabric.core import Core, EventKind
+from neuron_pushkv.fabric.core import Contact, Core, EventKind
+from neuron_pushkv.fabric.opening import Options
 from neuron_pushkv.transport.base import (
     Arrived,
     Batch,
@@ -27,13 +28,14 @@ from neuron_pushkv.transport.base import (
     Written,
 )
 
-_ADDRESS = struct.Struct("<4sIIHH")  # magic, address format, process, bytes of provider, bytes of address
+_ADDRESS = struct.Struct("<4sIIHH")  # magic, address format, process, bytes of provider, rails
+_RAIL = struct.Struct("<HQQ")  # bytes of that rail's address; remote address and key of its door
 logger = logging.getLogger(__name__)
 
 OVER_RXM = "tcp;ofi_rxm"
 """What libfabric 1.x calls its tcp. Its progress follows a null context when an endpoint is closed, or its peer dies,
 while a write is half received."""
-_MAGIC = b"pkf1"
+_MAGIC = b"pkf2"
 _REMEMBERED = 4096
 _WILDCARDS = ("", "0.0.0.0", "::")
 
@@ -41,21 +43,40 @@ _WILDCARDS = ("", "0.0.0.0", "::")
 class FabricTransport(Transport):
     """``provider`` is "efa", "efa-direct", "tcp" or "shm"; ``library`` a path to libfabric, if not the usual one.
 
-    ``host`` is the address of this machine that tcp binds to. Raises :class:`~neuron_pushkv.errors.FabricError`.
+    ``host`` is the address of this machine that tcp binds to. ``nics`` are the network cards to use, by libfabric's
+    names of their domains (EFA's without what follows the dash); by default all of EFA's, one of others'. There is one
+    rail for each of them, or ``rails`` in all, over the cards in turn. With ``flush`` an arrival is told only when
+    memory of each device has been read from over every rail that received, which is what a device needs that may not
+    see at once what a card has written. ``core`` is the CPU core for the progress thread. Registrations of more than
+    ``most_registered`` bytes are refused as some drivers do, which is for tests. Raises
+    :class:`~neuron_pushkv.errors.FabricError`.
 
     One thing that libfabric does not give us everywhere: over shm, a write with a wrong key or outside its bounds is
     dropped by the target, as it must be, but its sender is told that it was written (2.5), or nothing at all (1.17).
     The target does not count it, so a delivery with such a write never completes.
     """
 
-    def __init__(self, provider: str, library: Path | None = None, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        provider: str,
+        library: Path | None = None,
+        host: str = "127.0.0.1",
+        *,
+        nics: tuple[str, ...] = (),
+        rails: int | None = None,
+        flush: bool = False,
+        core: int | None = None,
+        most_registered: int | None = None,
+    ) -> None:
         if provider == "tcp" and host in _WILDCARDS:
             raise FabricError(f"provider 'tcp' needs the address that peers reach this machine at, not '{host}'")
-        self.core = Core(provider, library=library, host=host if provider == "tcp" else None)
+        bound = host if provider == "tcp" else None
+        self.core = Core(provider, Options(library, bound, nics, rails, flush, core, most_registered))
         self.library = f"libfabric {self.core.facts.version}"
         self.provider = self.core.facts.fabric if provider == "efa-direct" else self.core.facts.provider
         # EFA's endpoint is gone at once, but the card may still be at work on a packet that has arrived.
         self.fence_is_final = not self.provider.startswith("efa")
+        self.flushes = flush
         self._lock = Lock()
         self._closed = False
         self._addresses: dict[Peer, bytes] = {}
@@ -84,8 +105,8 @@ class FabricTransport(Transport):
         """Host memory only, so far. Raises :class:`RegistrationError`."""
         if memory.kind is not MemoryKind.HOST:
             raise RegistrationError(f"{memory.kind} memory can't be registered yet; only host memory can")
-        handle, remote_base, key = self.core.register(memory.address, memory.length)
-        return Registration(handle, memory, remote_base, key)
+        handle, description = self.core.register(memory.address, memory.length, device=memory.ordinal)
+        return Registration(handle, memory, description)
 
     def deregister(self, registration: Registration) -> None:
         """Raises :class:`TransportError` while a ticket reads from it."""
@@ -93,38 +114,49 @@ class FabricTransport(Transport):
             self.core.deregister(registration.handle)
 
     def open_peer(self) -> Peer:
-        """An endpoint whose address none has had lately, so that who was fenced can't reach another's by its port."""
+        """Endpoints whose addresses none has had lately, so that who was fenced can't reach another's by its port."""
         again: list[Peer] = []
         try:
             while True:
-                peer, address = self.core.open_peer()
+                peer, contacts = self.core.open_peer()
+                addresses = [contact.address for contact in contacts]
                 with self._lock:
-                    if address not in self._used or len(again) == _REMEMBERED:
-                        self._used[address] = None
-                        if len(self._used) > _REMEMBERED:
+                    if self._used.keys().isdisjoint(addresses) or len(again) == _REMEMBERED:
+                        self._used.update(dict.fromkeys(addresses))
+                        while len(self._used) > _REMEMBERED:
                             self._used.popitem(last=False)
-                        self._addresses[peer] = self._wrap(address)
+                        self._addresses[peer] = self._wrap(contacts)
                         return peer
                 again.append(peer)
         finally:
             for other in again:
                 self.core.fence(other)
 
-    def _wrap(self, address: bytes) -> bytes:
+    def _wrap(self, contacts: Sequence[Contact]) -> bytes:
         provider = self.provider.encode()
-        head = _ADDRESS.pack(_MAGIC, self.core.facts.address_format, os.getpid(), len(provider), len(address))
-        body = head + provider + address
+        head = _ADDRESS.pack(_MAGIC, self.core.facts.address_format, os.getpid(), len(provider), len(contacts))
+        rails = (_RAIL.pack(len(one.address), one.door, one.key) + one.address for one in contacts)
+        body = head + provider + b"".join(rails)
         return body + zlib.crc32(body).to_bytes(4, "little")
 
-    def _unwrap(self, wrapped: bytes) -> bytes:
+    def _unwrap(self, wrapped: bytes) -> list[Contact]:
         body = wrapped[:-4]
-        if len(body) < _ADDRESS.size or zlib.crc32(body).to_bytes(4, "little") != wrapped[-4:]:
-            raise TransportError("that is not an address of a libfabric endpoint of neuron_pushkv")
-        magic, address_format, process, provider_size, address_size = _ADDRESS.unpack_from(body)
-        provider = body[_ADDRESS.size : _ADDRESS.size + provider_size].decode(errors="replace")
-        address = body[_ADDRESS.size + provider_size :]
-        if magic != _MAGIC or len(address) != address_size:
-            raise TransportError("that is not an address of a libfabric endpoint of neuron_pushkv")
+        try:
+            if zlib.crc32(body).to_bytes(4, "little") != wrapped[-4:]:
+                raise struct.error
+            magic, address_format, process, provider_size, rails = _ADDRESS.unpack_from(body)
+            place = _ADDRESS.size + provider_size
+            provider = body[_ADDRESS.size : place].decode(errors="replace")
+            contacts = []
+            for _ in range(rails):
+                size, door, key = _RAIL.unpack_from(body, place)
+                place += _RAIL.size
+                contacts.append(Contact(body[place : place + size], door, key))
+                place += size
+            if magic != _MAGIC or place != len(body):
+                raise struct.error
+        except struct.error as error:
+            raise TransportError("that is not an address of a libfabric endpoint of neuron_pushkv") from error
         if (provider, address_format) != (self.provider, self.core.facts.address_format):
             raise TransportError(
                 f"the peer's endpoint is of provider '{provider}' (address format {address_format}), ours of "
@@ -133,7 +165,7 @@ class FabricTransport(Transport):
         if provider == "shm" and process == os.getpid():
             # Its endpoints find each other's memory by name, and keep using it when the other is closed.
             raise TransportError("shm can't connect two endpoints of one process; use tcp or the loopback transport")
-        return address
+        return contacts
 
     def address(self, peer: Peer) -> bytes:
         """Raises :class:`TransportError` if the peer is fenced or was never opened."""
@@ -146,6 +178,10 @@ class FabricTransport(Transport):
         """Raises :class:`TransportError` for an address of another provider, or none at all."""
         self.core.connect(peer, self._unwrap(address))
 
+    def attach(self, peer: Peer, description: bytes) -> int:
+        """Raises :class:`TransportError` for what can't be such memory, or a peer that isn't connected."""
+        return self.core.attach(peer, description)
+
     def fence(self, peer: Peer) -> None:
         """Fencing a peer again does nothing."""
         if self._closed:
@@ -155,13 +191,8 @@ class FabricTransport(Transport):
             self._addresses.pop(peer, None)
 
     def write(self, peer: Peer, batch: Batch, immediate: int, ready: ReadyWord | None = None) -> Ticket:
-        """Raises :class:`TransportError` for a peer that isn't connected, or a run outside its registered memory."""
-        products = []
-        for product in batch:
-            spans = array.array("Q")
-            for span in product.spans:
-                spans.extend((span.registration.handle, span.local, span.remote, span.key))
-            products.append((spans, product.runs))
+        """Raises :class:`TransportError` for a peer that isn't connected, or a run that leaves either side's memory."""
+        products = [(product.spans.flat, product.runs) for product in batch]
         receipt = self.core.write(peer, products, immediate, None if ready is None else (ready.address, ready.value))
         return Ticket(receipt.ticket, peer, receipt.writes, receipt.bytes)
 
@@ -213,6 +244,10 @@ class FabricTransport(Transport):
             errors=extra.pop("errors"),
             extra=extra,
         )
+
+    def rail_bytes(self) -> list[int]:
+        """Bytes written so far, rail by rail: how well they share the work."""
+        return self.core.rail_bytes()
 
     def close(self) -> None:
         """Waits for the progress thread."""

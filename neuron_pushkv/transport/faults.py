@@ -7,7 +7,6 @@ same faults again.
 
 from __future__ import annotations
 
-import array
 import ctypes
 import random
 import threading
@@ -26,6 +25,7 @@ from neuron_pushkv.transport.base import (
     Peer,
     Product,
     Registration,
+    SpanTable,
     Ticket,
     Transport,
     TransportCounters,
@@ -76,6 +76,7 @@ class FaultyTransport(Transport):
         self.provider = inner.provider
         self.library = inner.library
         self.fence_is_final = inner.fence_is_final
+        self.flushes = inner.flushes
         self._faults: tuple[Fault, ...] = (*faults, Delay(delay, delay), FailBatches(fail_batches))
         self._chance = random.Random(seed)
         self._never = ctypes.c_uint32(0)  # a ready word that is not reached
@@ -98,10 +99,10 @@ class FaultyTransport(Transport):
         trial = self.inner.write(peer, batch, immediate, ReadyWord(ctypes.addressof(self._never), 1))
         self.inner.cancel(trial.id)
         singles = [
-            Product([span], array.array("Q", product.runs[i : i + 3]))
+            Product(SpanTable([span]), product.runs[i : i + 1])
             for product in batch
             for span in product.spans
-            for i in range(0, len(product.runs), 3)
+            for i in range(len(product.runs))
         ]
         with self._lock:
             for fault in self._faults:
@@ -272,6 +273,10 @@ class FaultyTransport(Transport):
     def connect(self, peer: Peer, address: bytes) -> None:
         """As within."""
         self.inner.connect(peer, address)
+
+    def attach(self, peer: Peer, description: bytes) -> int:
+        """As within."""
+        return self.inner.attach(peer, description)
 
     def expect(self, slot: int, epoch: int) -> None:
         """As within."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from neuron_pushkv.device.base import Memory, ReadyWord
@@ -34,8 +34,8 @@ class Piece:
     """One write."""
 
     source: int
-    remote: int
     key: int
+    remote: int
     length: int
 
 
@@ -65,15 +65,15 @@ class Port:
         self.events: deque[Event] = deque()
         self.counters = TransportCounters()
 
-    def arrive(self, immediate: int) -> None:
-        """Count a write."""
+    def arrive(self, immediate: int, writes: int = 1) -> None:
+        """Count a write, or several at once."""
         number, epoch = divmod(immediate, EPOCHS)
         slot = self.slots.get(number)
         if slot is None or slot.epoch != epoch:
-            self.counters.stale_arrivals += 1
+            self.counters.stale_arrivals += writes
             return
-        self.counters.arrivals += 1
-        slot.count += 1
+        self.counters.arrivals += writes
+        slot.count += writes
         self.reach(number, slot)
 
     def reach(self, number: int, slot: Slot) -> None:
@@ -95,13 +95,15 @@ class Endpoint:
     port: Port
     address: bytes
     other: bytes | None = None
+    attached: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Length and key of the other side's memories, by what we call these."""
     tasks: deque[Task] = field(default_factory=deque)
 
 
-def expand(batch: Batch) -> Iterator[Piece]:
-    """A batch's writes."""
+def expand(batch: Batch, attached: Mapping[int, tuple[int, int]]) -> Iterator[Piece]:
+    """A batch's writes; ``attached`` as in :class:`Endpoint`."""
     for product in batch:
-        runs = product.runs
+        runs = product.runs.tolist()
         for span in product.spans:
-            for i in range(0, len(runs), 3):
-                yield Piece(span.local + runs[i], span.remote + runs[i + 1], span.key, runs[i + 2])
+            for local, remote, length in runs:
+                yield Piece(span.local + local, attached[span.target][1], span.offset + remote, length)

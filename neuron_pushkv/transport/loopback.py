@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
+import re
 import secrets
 import threading
 import time
@@ -16,19 +17,16 @@ import time
 from neuron_pushkv.device.base import Memory, ReadyWord
 from neuron_pushkv.errors import RegistrationError, TransportError
 from neuron_pushkv.transport.base import (
-    EPOCHS,
-    SLOTS,
     Batch,
-    Event,
     Failed,
     Peer,
     Registration,
     Ticket,
-    Transport,
     TransportCounters,
     Written,
 )
-from neuron_pushkv.transport.hub import Endpoint, Port, Slot, Task, expand, is_reached
+from neuron_pushkv.transport.counting import CountingTransport
+from neuron_pushkv.transport.hub import Endpoint, Task, expand, is_reached
 
 _READY_PERIOD = 0.0005
 
@@ -51,7 +49,7 @@ class LoopbackNetwork:
         return b"loopback:%d" % next(self._names)
 
 
-class LoopbackTransport(Transport):
+class LoopbackTransport(CountingTransport):
     """See the module's text. Everything is guarded by the network's one lock; one thread per transport delivers."""
 
     provider = "loopback"
@@ -59,13 +57,11 @@ class LoopbackTransport(Transport):
     fence_is_final = True
 
     def __init__(self, network: LoopbackNetwork) -> None:
+        super().__init__(network.lock)
         self._network = network
-        self._port = Port(network.lock)
         self._memories: dict[int, Registration] = {}
         self._peers: dict[Peer, Endpoint] = {}
         self._ids = itertools.count(1)
-        self._woken = False
-        self._closed = False
         self._thread = threading.Thread(target=self._deliver_all, name="loopback", daemon=True)
         self._thread.start()
 
@@ -75,9 +71,10 @@ class LoopbackTransport(Transport):
             raise RegistrationError("memory of no bytes can't be registered")
         with self._network.lock:
             self._open()
-            registration = Registration(next(self._ids), memory, 0, secrets.randbits(63))
+            key = secrets.randbits(63)
+            registration = Registration(next(self._ids), memory, b"memory:%d:%d" % (memory.length, key))
             self._memories[registration.handle] = registration
-            self._port.memories[registration.key] = memory
+            self._port.memories[key] = memory
             return registration
 
     def deregister(self, registration: Registration) -> None:
@@ -89,7 +86,7 @@ class LoopbackTransport(Transport):
                 raise TransportError("writes from that memory are under way")
             if self._memories.pop(registration.handle, None) is None:
                 raise TransportError("that memory is not registered")
-            del self._port.memories[registration.key]
+            del self._port.memories[_read(registration.description)[1]]
 
     def open_peer(self) -> Peer:
         """An endpoint with a name of its own."""
@@ -119,6 +116,15 @@ class LoopbackTransport(Transport):
             for port in {self._port, target.port if target else self._port}:
                 port.work.notify_all()
 
+    def attach(self, peer: Peer, description: bytes) -> int:
+        """Raises :class:`TransportError` for what can't be the description of such memory."""
+        length, key = _read(description)
+        with self._network.lock:
+            endpoint = self._peer(peer)
+            target = next(self._ids)
+            endpoint.attached[target] = (length, key)
+            return target
+
     def fence(self, peer: Peer) -> None:
         """Fencing a peer again does nothing. No copy is under way while the network's lock is held."""
         with self._network.lock:
@@ -135,9 +141,9 @@ class LoopbackTransport(Transport):
             endpoint = self._peer(peer)
             if endpoint.other is None:
                 raise TransportError("that peer is not connected yet")
-            self._check(batch)
+            self._check(batch, endpoint)
             writes = sum(product.writes for product in batch)
-            pieces = expand(batch)
+            pieces = expand(batch, endpoint.attached)
             if self._network.random is not None:
                 shuffled = list(pieces)
                 self._network.random.shuffle(shuffled)
@@ -150,22 +156,24 @@ class LoopbackTransport(Transport):
             self._port.work.notify_all()
             return Ticket(task.id, peer, writes, sum(product.bytes for product in batch))
 
-    def _check(self, batch: Batch) -> None:
+    def _check(self, batch: Batch, endpoint: Endpoint) -> None:
         for product in batch:
             if not product.writes:
                 raise TransportError("a product without spans or runs")
-            if 0 in product.runs[2::3]:
+            if not product.runs[:, 2].all():
                 raise TransportError("a run of no bytes")
-            end = max(map(sum, zip(product.runs[::3], product.runs[2::3], strict=True)))
-            remote_end = max(map(sum, zip(product.runs[1::3], product.runs[2::3], strict=True)))
+            end = max(local + length for local, _, length in product.runs.tolist())
+            remote_end = max(remote + length for _, remote, length in product.runs.tolist())
             for span in product.spans:
                 if span.registration.handle not in self._memories:
                     raise TransportError("a span names memory that is not registered")
+                if span.target not in endpoint.attached:
+                    raise TransportError("a span names memory of the peer that is not attached")
                 memory = span.registration.memory
                 if span.local < memory.address or span.local + end > memory.address + memory.length:
                     raise TransportError("a run leaves the registered memory of its span")
-                if span.remote + remote_end >= 1 << 64:
-                    raise TransportError("a remote address beyond 64 bits")
+                if span.offset + remote_end > endpoint.attached[span.target][0]:
+                    raise TransportError("a run leaves the peer's memory that its span names")
 
     def _deliver_all(self) -> None:
         while True:
@@ -227,51 +235,6 @@ class LoopbackTransport(Transport):
                         self._end(endpoint, task, "cancelled")
                         return
 
-    def expect(self, slot: int, epoch: int) -> None:
-        """Raises :class:`TransportError` if either is out of range."""
-        if not (0 <= slot < SLOTS and 0 <= epoch < EPOCHS):
-            raise TransportError("slot or epoch out of range")
-        with self._network.lock:
-            self._open()
-            self._port.slots[slot] = Slot(epoch)
-
-    def goal(self, slot: int, epoch: int, count: int) -> None:
-        """Raises :class:`TransportError` if another epoch, or none, is expected there."""
-        with self._network.lock:
-            self._open()
-            entry = self._port.slots.get(slot)
-            if entry is None or entry.epoch != epoch:
-                raise TransportError("that epoch is not expected at that slot")
-            entry.goal = count
-            self._port.reach(slot, entry)
-
-    def count(self, slot: int, epoch: int) -> int:
-        """0 where something else is expected."""
-        with self._network.lock:
-            entry = self._port.slots.get(slot)
-            return entry.count if entry is not None and entry.epoch == epoch else 0
-
-    def forget(self, slot: int) -> None:
-        """A goal that has not been reached is forgotten with it."""
-        with self._network.lock:
-            self._port.slots.pop(slot, None)
-
-    def poll(self, timeout: float) -> list[Event]:
-        """Raises :class:`TransportError` once the transport is closed."""
-        with self._network.lock:
-            self._port.happened.wait_for(lambda: self._port.events or self._woken or self._closed, timeout)
-            self._open()
-            self._woken = False
-            events = list(self._port.events)
-            self._port.events.clear()
-            return events
-
-    def wake(self) -> None:
-        """May be called after close."""
-        with self._network.lock:
-            self._woken = True
-            self._port.happened.notify_all()
-
     def counters(self) -> TransportCounters:
         """May be called after close."""
         with self._network.lock:
@@ -293,12 +256,16 @@ class LoopbackTransport(Transport):
             self._port.happened.notify_all()
         self._thread.join()
 
-    def _open(self) -> None:
-        if self._closed:
-            raise TransportError("the transport is closed")
-
     def _peer(self, peer: Peer) -> Endpoint:
         self._open()
         if peer not in self._peers:
             raise TransportError("that peer was never opened, or is fenced")
         return self._peers[peer]
+
+
+def _read(description: bytes) -> tuple[int, int]:
+    """Length and key."""
+    found = re.fullmatch(rb"memory:(\d+):(\d+)", description)
+    if found is None:
+        raise TransportError("that is not a description of memory on a loopback network")
+    return int(found[1]), int(found[2])

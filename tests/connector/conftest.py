@@ -40,6 +40,10 @@ def engine(model: Path) -> Iterator[Harness]:
     harness.add("sweeper", [1, 2, 3])
     harness.steps()
     assert harness.free == whole
-    assert harness.side._sending._offered == harness.side._sending._kept == harness.side._receiving._loads == {}
+    assert harness.side._sending._offered == harness.side._receiving._loads == {}
+    assert harness.kept == harness.side._parking.bytes == 0
+    assert not harness.side._parking._staying
+    assert not harness.side._parking._held_to_stay
     assert not harness.scheduler.requests
     assert harness.worker._worker._open == {}
+    assert not harness.worker._worker._announced

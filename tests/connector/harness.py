@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from neuron_pushkv.orders import Ready, StepOrders
 
@@ -59,6 +60,7 @@ class EngineDouble:
     steps: list[StepOrders] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     ready: list[Ready] = field(default_factory=list)
+    layers: list[tuple[str, int]] = field(default_factory=list)
     finished: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     stats: dict[str, Any] = field(default_factory=dict)
@@ -70,6 +72,9 @@ class EngineDouble:
     def advance(self, ready: Sequence[Ready]) -> None:
         self.calls.append("advance")
         self.ready.extend(ready)
+
+    def advance_layer(self, layer: str, ready: Sequence[Ready]) -> None:
+        self.layers.extend((layer, order.tokens) for order in ready)
 
     def sealed(self, tokens: int) -> list[str]:
         """Requests of which that many tokens, the whole prompt, were ready."""
@@ -179,25 +184,36 @@ def vllm_config(
     )
 
 
-def cache_config(blocks: int, block_size: int, groups: int = 1) -> Any:
-    """A KVCacheConfig with full-attention groups."""
+def cache_config(blocks: int, block_size: int, window: int = 0) -> Any:
+    """A KVCacheConfig with two layers of full attention, and two with a sliding window of that many tokens, if any."""
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
-    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    group = [KVCacheGroupSpec([f"model.layers.{index}.self_attn.attn"], spec) for index in range(groups)]
-    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=group)
+    shape: dict[str, Any] = {"block_size": block_size, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    groups = [KVCacheGroupSpec(["layers.0", "layers.1"], FullAttentionSpec(**shape))]
+    if window:
+        spec = SlidingWindowSpec(**shape, sliding_window=window)
+        groups.append(KVCacheGroupSpec(["layers.2", "layers.3"], spec))
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 class Harness:
     """One engine: scheduler, both sides of the connector, and the doubles. Steps only when told to.
 
     ``ahead``: like asynchronous scheduling, a step is scheduled before the one before it has been run. ``live``:
-    nothing is played; the caller shows the worker its KV cache.
+    nothing is played; the caller shows the worker its KV cache. ``window``: there is a second KV cache group, which
+    keeps that many tokens.
     """
 
     def __init__(
-        self, model: Path, *, ahead: bool = False, v2: bool = False, live: bool = False, **settings: Any
+        self,
+        model: Path,
+        *,
+        ahead: bool = False,
+        v2: bool = False,
+        live: bool = False,
+        window: int = 0,
+        **settings: Any,
     ) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
         from vllm.utils.hashing import sha256
@@ -209,7 +225,7 @@ class Harness:
 
         config = vllm_config(model, asynchronous=ahead, **settings)
         block_size, blocks = config.cache_config.block_size, config.cache_config.num_gpu_blocks
-        caches = cache_config(blocks, block_size)
+        caches = cache_config(blocks, block_size, window)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(block_size, sha256)
         if ahead:
@@ -254,6 +270,11 @@ class Harness:
         return int(self.pool.get_num_free_blocks())
 
     @property
+    def kept(self) -> int:
+        """How many finished requests' blocks are held for receivers."""
+        return len(self.side._parking)
+
+    @property
     def side(self) -> Any:
         """The connector's scheduler side."""
         return self.connector._scheduler
@@ -293,6 +314,19 @@ class Harness:
         if len(self._ahead) > self._lag:
             self._run(self._ahead.popleft())
         return output
+
+    def tables_of_step(self, name: str) -> list[list[int]]:
+        """Take a step and return the request's block tables in it: later, vLLM may let go of blocks that it filled."""
+        tables: list[list[int]] = []
+        run = self._run
+
+        def look(output: Any) -> None:
+            tables.extend(list(group) for group in self.scheduler.kv_cache_manager.get_block_ids(name))
+            run(output)
+
+        with mock.patch.object(self, "_run", look):
+            self.step()
+        return tables
 
     def steps(self, limit: int = 200) -> int:
         """Step until nothing is left to do; returns how many steps it took."""

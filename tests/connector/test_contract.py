@@ -11,7 +11,8 @@ import inspect
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from importlib.metadata import version as installed_version
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,12 +23,15 @@ import torch
 
 import neuron_pushkv.connector
 from neuron_pushkv.connector import compat
-from neuron_pushkv.connector.caches import kernel_name
 from neuron_pushkv.connector.connector import PushKVConnector, check
 from neuron_pushkv.connector.fingerprint import fingerprint
+from neuron_pushkv.connector.groups import block_bytes, groups_of
+from neuron_pushkv.connector.kernels import kernel_name
 from neuron_pushkv.connector.parameters import AllowedHosts
+from neuron_pushkv.connector.parking import Parking
 from neuron_pushkv.connector.scheduler import SchedulerSide
 from neuron_pushkv.connector.stats import PushKVMetrics, PushKVStats
+from neuron_pushkv.layout import Group
 from neuron_pushkv.orders import Finish, Offer, Ready, Receive
 from tests.connector.harness import DirectoryDouble
 
@@ -112,7 +116,9 @@ def arguments(method: Callable[..., Any]) -> list[str]:
     ],
 )
 def test_every_hook_takes_the_arguments_that_vllm_passes(contract: Contract, ours: type, theirs: str) -> None:
-    offered = contract.data["arguments"][theirs]
+    offered = dict(contract.data["arguments"][theirs])
+    if ours is PushKVConnector:
+        offered |= contract.data["arguments"]["SupportsHMA"]
     for name, method in own_methods(ours).items():
         if contract.version in LATER.get(name, VERSIONS):
             assert arguments(method) == offered[name], f"{ours.__name__}.{name}"
@@ -168,6 +174,7 @@ def request(contract: Contract, **values: Any) -> Any:
         ],
         "resumable": False,
         "abort_immediately": False,
+        "trace_headers": {"traceparent": "00-1-2-01"},
     }
     return contract.make("Request", **{**defaults, **values})
 
@@ -193,26 +200,27 @@ def output(contract: Contract, *, new: bool, blocks: list[int], computed: int, s
     )
 
 
-def scheduler_side(contract: Contract) -> tuple[SchedulerSide, dict[int, int]]:
-    held: dict[int, int] = {}
+def scheduler_side(contract: Contract) -> tuple[SchedulerSide, Counter[int]]:
+    held: Counter[int] = Counter()
 
-    def touch(blocks: list[int]) -> None:
-        held.update({block: held.get(block, 0) + 1 for block in blocks})
+    def touch(blocks: Iterable[Any]) -> None:
+        held.update(block.block_id for block in blocks)
 
-    def free(blocks: list[int]) -> None:
-        held.update({block: held[block] - 1 for block in blocks})
+    def free(blocks: Iterable[Any]) -> None:
+        held.subtract(block.block_id for block in blocks)
 
     side = SchedulerSide(
         model="m",
-        block_size=32,
+        groups=(Group(32),),
         tp_size=1,
         pp_size=1,
         hosts=AllowedHosts("127.0.0.1", ()),
         coordinates={"remote_engine_id": "p"},
-        directory=DirectoryDouble(),
+        parking=Parking(DirectoryDouble(), limit=100, block_bytes=1),
         fail_refused=False,
     )
-    side.bind_pool(contract.make("BlockPool", blocks=range(100), touch=touch, free_blocks=free))
+    blocks = [contract.make("KVCacheBlock", block_id=number) for number in range(100)]
+    side.bind_pool(contract.make("BlockPool", blocks=blocks, touch=touch, free_blocks=free))
     return side, held
 
 
@@ -226,7 +234,7 @@ def test_a_prefill_leg_reads_only_what_is_there(contract: Contract) -> None:
     second = side.build_connector_meta(
         output(contract, new=False, blocks=[1, 2, 3, 4], computed=64, scheduled=36)
     ).orders
-    assert side.request_finished(asked, [1, 2, 3, 4]) is not None
+    assert side.request_finished(asked, ((1, 2, 3, 4),)) is not None
     assert [type(order) for order in first.offers] == [Offer]
     assert first.ready == (Ready("r", 64, ((1, 2),)),)
     assert second.ready == (Ready("r", 100, ((1, 2, 3, 4),)),)
@@ -247,16 +255,17 @@ def test_a_decode_leg_reads_only_what_is_there(contract: Contract) -> None:
     (order,) = orders.receives
     assert isinstance(order, Receive)
     assert (order.start_token, order.end_token, order.blocks) == (32, 100, ((2, 3, 4),))
+    assert order.traceparent == "00-1-2-01"
     reported = contract.make("KVConnectorOutput", finished_recving={"r"})
     side.update_connector_output(reported.finished_recving)
     assert side.get_num_new_matched_tokens(asked, 0) == (0, False)
-    assert side.request_finished(asked, [1]) is None
+    assert side.request_finished(asked, ((1,),)) is None
     assert not orders.counters
 
 
 def test_the_configuration_is_read_from_what_is_there(contract: Contract, tmp_path: Path) -> None:
     spec = FullAttention(32)
-    groups = [contract.make("KVCacheGroupSpec", kv_cache_spec=spec)]
+    groups = [contract.make("KVCacheGroupSpec", kv_cache_spec=spec, layer_names=["a", "b"])]
     text = type("TextConfig", (), {"num_hidden_layers": 2})()
     config = contract.make(
         "VllmConfig",
@@ -289,13 +298,17 @@ def test_the_configuration_is_read_from_what_is_there(contract: Contract, tmp_pa
             get_head_size=lambda: 64,
         ),
     )
-    check(config, contract.make("KVCacheConfig", kv_cache_groups=groups, num_blocks=4))
+    check(config)
+    caches = contract.make("KVCacheConfig", kv_cache_groups=groups, num_blocks=4)
+    assert groups_of(caches) == (Group(32),)
+    assert block_bytes(caches) == 2 * spec.page_size_bytes
     assert "heads=2x64" in fingerprint(config)
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_index"):
         assert getattr(config.parallel_config, name) in (0, 1)
     assert "static_forward_context" in contract.data["members"]["CompilationConfig"]
     assert "rank_in_group" in contract.data["members"]["GroupCoordinator"]
-    assert {"block_size"} <= set(contract.data["members"]["FullAttentionSpec"])
+    assert {"block_size", "num_kv_heads", "page_size_bytes"} <= set(contract.data["members"]["FullAttentionSpec"])
+    assert {"sliding_window"} <= set(contract.data["members"]["SlidingWindowSpec"])
     assert {"kv_cache_specs"} <= set(contract.data["members"]["UniformTypeKVCacheSpecs"])
 
 

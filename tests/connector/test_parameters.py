@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from neuron_pushkv.connector.parameters import MAX_TEXT, AllowedHosts, BadParameters, DecodeLeg, PrefillLeg, parse
 from neuron_pushkv.errors import Reason
+from neuron_pushkv.orders import Remote
 
 HOSTS = AllowedHosts("10.1.2.3", ["192.168.0.0/16", "prefill-0.example", "2001:db8::7"])
 DECODE: dict[str, Any] = {
@@ -56,11 +57,11 @@ def test_a_decode_leg_of_an_older_proxy() -> None:
         key: DECODE[key] for key in ("do_remote_prefill", "do_remote_decode", "remote_engine_id", "remote_request_id")
     }
     sent |= {"remote_host": "127.0.0.1", "remote_port": 14600, "tp_size": 1, "transfer_mode": "push", "dcp_size": 1}
-    assert asked(sent) == DecodeLeg(transfer="", host="127.0.0.1", port=14600)
+    assert asked(sent) == DecodeLeg("", Remote("127.0.0.1", 14600))
 
 
 def test_legs_of_our_own_router() -> None:
-    assert asked(DECODE) == DecodeLeg("t1", "10.1.2.9", 14600)
+    assert asked(DECODE) == DecodeLeg("t1", Remote("10.1.2.9", 14600, 1, 1))
     assert asked({"do_remote_decode": True, "transfer_id": "t1", "deliveries": 4}) == PrefillLeg("t1", 4)
 
 
@@ -128,10 +129,13 @@ def test_a_bad_prefill_leg_is_refused(key: str, value: Any) -> None:
         asked({"do_remote_decode": True, key: value})
 
 
-def test_other_parallel_sizes_and_hosts_have_reasons_of_their_own() -> None:
-    with pytest.raises(BadParameters, match="tp_size is 2 there and 1 here") as refused:
-        asked({**DECODE, "tp_size": 2})
-    assert refused.value.reason is Reason.LAYOUT_MISMATCH
+def test_other_parallel_sizes_are_followed_and_missing_ones_are_ours() -> None:
+    assert asked({**DECODE, "tp_size": 8, "pp_size": 2}) == DecodeLeg("t1", Remote("10.1.2.9", 14600, 8, 2))
+    sizes = {"tp_size": None, "pp_size": None}
+    assert parse({**DECODE, **sizes}, HOSTS, 4, 2) == DecodeLeg("t1", Remote("10.1.2.9", 14600, 4, 2))
+
+
+def test_a_host_that_is_not_allowed_has_a_reason_of_its_own() -> None:
     with pytest.raises(BadParameters, match=r"'8\.8\.8\.8' is not allowed") as refused:
         asked({**DECODE, "remote_host": "8.8.8.8"})
     assert refused.value.reason is Reason.HOST_NOT_ALLOWED
@@ -161,6 +165,8 @@ def test_whatever_is_sent_is_followed_or_refused(changes: dict[str, Any], droppe
         assert refused.reason in Reason
         assert str(refused).isprintable()
     if isinstance(leg, DecodeLeg):
-        assert leg.host in HOSTS
-        assert 1 <= leg.port <= 65535
+        assert leg.remote.host in HOSTS
+        assert 1 <= leg.remote.port <= 65535
+        assert leg.remote.tp_size >= 1
+        assert leg.remote.pp_size >= 1
         assert len(leg.transfer) <= MAX_TEXT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +14,11 @@ import pytest
 
 from neuron_pushkv.connector.metadata import PushKVMetadata
 from neuron_pushkv.connector.parameters import AllowedHosts
+from neuron_pushkv.connector.parking import Parking
 from neuron_pushkv.connector.scheduler import SchedulerSide
 from neuron_pushkv.connector.worker import WorkerSide
 from neuron_pushkv.content import Content, seed
+from neuron_pushkv.layout import Group
 from neuron_pushkv.orders import Receive
 from tests.connector.harness import DirectoryDouble, EngineDouble, model_folder
 from tests.connector.recorded import scenarios
@@ -41,14 +43,14 @@ class Pool:
     """Counts references as vLLM's block pool does."""
 
     def __init__(self) -> None:
-        self.blocks = range(1000)
+        self.blocks = [SimpleNamespace(block_id=number) for number in range(1000)]
         self.held: Counter[int] = Counter()
 
-    def touch(self, blocks: list[int]) -> None:
-        self.held.update(blocks)
+    def touch(self, blocks: Iterable[Any]) -> None:
+        self.held.update(block.block_id for block in blocks)
 
-    def free_blocks(self, blocks: Iterator[int]) -> None:
-        self.held.subtract(blocks)
+    def free_blocks(self, blocks: Iterable[Any]) -> None:
+        self.held.subtract(block.block_id for block in blocks)
 
 
 class Replay:
@@ -58,12 +60,12 @@ class Replay:
         self.directory, self.pool = DirectoryDouble(), Pool()
         self.side = SchedulerSide(
             model="m",
-            block_size=BLOCK,
+            groups=(Group(BLOCK),),
             tp_size=1,
             pp_size=1,
             hosts=AllowedHosts("127.0.0.1", ()),
             coordinates={"remote_engine_id": "p0", "remote_host": "127.0.0.1", "remote_port": 14700},
-            directory=self.directory,
+            parking=Parking(self.directory, limit=1000, block_bytes=1),
             fail_refused=False,
         )
         self.side.bind_pool(self.pool)
@@ -92,6 +94,7 @@ class Replay:
             resumable=False,
             abort_immediately=False,
             lora_request=None,
+            trace_headers=None,
             cache_salt=None,
             mm_features=[],
         )
@@ -116,7 +119,7 @@ class Replay:
         self.side.update_connector_output(event["finished"])
 
     def request_finished(self, event: dict[str, Any]) -> None:
-        answer = self.side.request_finished(self.requests[event["request"]], event["blocks"])
+        answer = self.side.request_finished(self.requests[event["request"]], (event["blocks"],))
         assert (answer is not None) == event["kept"]
         self.answers[event["request"]] = answer
 
@@ -192,7 +195,7 @@ def test_orders_are_given_once_and_in_their_order(recorded: dict[str, Any], scen
     assert replay.directory.kept == [name for name, answer in replay.answers.items() if answer is not None]
     replay.directory.free(*replay.directory.kept)
     replay.side.update_connector_output(())
-    assert replay.side.kept == 0
+    assert len(replay.side._parking) == replay.side._parking.bytes == 0
     assert not +replay.pool.held
     assert not -replay.pool.held
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from neuron_pushkv.orders import Release, Remote
 from tests.connector.harness import DECODE, PREFILL, PROMPT, Harness, untried
 
 # Prefill legs.
@@ -39,7 +40,7 @@ def test_kept_blocks_are_still_shared_by_the_prefix_cache(engine: Harness) -> No
 def test_an_idle_engine_with_kept_blocks_has_nothing_to_do(engine: Harness) -> None:
     engine.add("p", PROMPT, PREFILL)
     engine.steps()
-    assert engine.side.kept == 1
+    assert engine.kept == 1
     assert not engine.connector.has_pending_push_work()
     assert not engine.scheduler.has_requests()
 
@@ -245,15 +246,106 @@ def test_an_aborted_load_holds_its_blocks_until_it_is_reported(engine: Harness) 
     assert engine.free == whole
 
 
-def test_what_vllm_makes_up_for_a_rejected_request_is_left_alone(engine: Harness) -> None:
-    """F9's phantom: no prompt, aborted at once."""
-    engine.add("phantom", [0], DECODE, abort_immediately=True)
-    engine.abort("phantom")
-    engine.add("other", [0], PREFILL, abort_immediately=True)
-    engine.abort("other")
+def phantom(engine: Harness, name: str, parameters: Any) -> None:
+    """What vLLM makes up for a request that is rejected before it is admitted: no prompt, aborted at once."""
+    engine.add(name, [0], parameters, abort_immediately=True)
+    engine.abort(name)
+
+
+def test_what_was_computed_for_a_rejected_request_is_released(engine: Harness) -> None:
+    """F9. The engine was idle, and takes a step for it."""
+    assert not engine.scheduler.has_requests()
+    phantom(engine, "rejected", {**DECODE, "tp_size": 2})
+    assert engine.scheduler.has_requests()
+    engine.step()
+    assert engine.engine.steps[-1].releases == (Release("t", Remote("127.0.0.1", 14600, 2, 1)),)
+    phantom(engine, "prefill", PREFILL)
+    phantom(engine, "nameless", {**DECODE, "transfer_id": None})
+    phantom(engine, "elsewhere", {**DECODE, "remote_host": "8.8.8.8"})
     engine.steps()
-    assert not any(engine.engine.all(kind) for kind in ("offers", "receives", "withdrawn", "finished"))
+    assert len(engine.engine.all("releases")) == 1
+    assert not any(engine.engine.all(kind) for kind in ("offers", "intents", "receives", "withdrawn", "finished"))
     assert untried(engine) == {}
+
+
+def fill(engine: Harness) -> None:
+    """Leave no blocks for anybody else until "elder" has ended, after two steps."""
+    engine.add("elder", [3] * 450, max_tokens=3)
+    engine.step()
+
+
+def test_a_load_that_has_to_queue_is_announced(model: Path) -> None:
+    """F4: the sender keeps what it has for a receiver that has no room yet."""
+    harness = Harness(model, blocks=18, chunk=256)
+    fill(harness)
+    harness.add("d", PROMPT, DECODE)
+    harness.step()
+    (intent,) = harness.engine.steps[-1].intents
+    assert (intent.request, intent.transfer, intent.remote) == ("d", "t", Remote("127.0.0.1", 14600))
+    while not harness.engine.all("receives"):
+        harness.step()
+    (order,) = harness.engine.all("receives")
+    assert (intent.end_token, intent.end_content) == (order.end_token, order.end_content) == (200, order.end_content)
+    harness.step(received=["d"])
+    harness.steps()
+    assert len(harness.engine.all("intents")) == 1
+    assert not harness.engine.all("withdrawn")
+
+
+def test_a_load_that_gets_its_blocks_at_once_needs_no_announcement(engine: Harness) -> None:
+    engine.add("d", PROMPT, DECODE)
+    engine.step()
+    assert engine.engine.all("receives")
+    assert not engine.engine.all("intents")
+    engine.step(received=["d"])
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_client_that_leaves_the_queue_takes_its_announcement_back(model: Path, announced: bool) -> None:
+    harness = Harness(model, blocks=18, chunk=256)
+    fill(harness)
+    harness.add("d", PROMPT, DECODE)
+    if announced:
+        harness.step()
+    harness.abort("d")
+    harness.steps()
+    assert [intent.request for intent in harness.engine.all("intents")] == (["d"] if announced else [])
+    assert harness.engine.all("withdrawn") == (["d"] if announced else [])
+    assert not harness.engine.all("receives")
+    assert harness.side._receiving._loads == {}
+
+
+def test_a_load_that_turns_out_not_to_be_needed_takes_its_announcement_back(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt was in the prefix cache by the time there was room."""
+    harness = Harness(model, blocks=18, chunk=256)
+    fill(harness)
+    harness.add("d", PROMPT, DECODE)
+    harness.step()
+    assert harness.engine.all("intents")
+    monkeypatch.setattr(harness.side, "get_num_new_matched_tokens", lambda request, computed: (0, False))
+    harness.steps()
+    assert harness.engine.all("withdrawn") == ["d"]
+    assert not harness.engine.all("receives")
+
+
+@pytest.mark.parametrize("headers", [{"traceparent": "00-ab-cd-01"}, {"TraceParent": "00-ab-cd-01"}])
+def test_trace_contexts_go_with_offers_and_loads(engine: Harness, headers: dict[str, str]) -> None:
+    engine.add("d", [9] * 150, DECODE, trace_headers=headers)
+    engine.add("p", PROMPT, PREFILL, trace_headers=headers)
+    engine.step()
+    orders = [*engine.engine.all("offers"), *engine.engine.all("receives")]
+    assert [order.traceparent for order in orders] == ["00-ab-cd-01"] * 2
+    engine.step(received=["d"])
+
+
+@pytest.mark.parametrize("headers", [None, {}, {"tracestate": "a"}, {"traceparent": "x" * 129}, {"traceparent": "\0"}])
+def test_what_is_no_trace_context_is_dropped(engine: Harness, headers: Any) -> None:
+    engine.add("p", PROMPT, PREFILL, trace_headers=headers)
+    engine.step()
+    assert [offer.traceparent for offer in engine.engine.all("offers")] == [""]
+    engine.steps()
 
 
 def test_both_roles_in_one_engine(engine: Harness) -> None:

@@ -19,7 +19,7 @@ BAD = [
     ({"remote_port": "14600"}, Reason.BAD_PARAMETERS),
     ({"remote_host": None}, Reason.BAD_PARAMETERS),
     ({"remote_host": "10.9.8.7"}, Reason.HOST_NOT_ALLOWED),
-    ({"tp_size": 4}, Reason.LAYOUT_MISMATCH),
+    ({"tp_size": 0}, Reason.BAD_PARAMETERS),
     ({"do_remote_decode": True}, Reason.BAD_PARAMETERS),
     ({"do_remote_prefill": "yes"}, Reason.BAD_PARAMETERS),
 ]
@@ -87,8 +87,8 @@ BREAK: dict[str, Callable[[Harness, pytest.MonkeyPatch], None]] = {
     "view": lambda engine, patch: patch.setattr("neuron_pushkv.connector.compat.step_view", broken),
     "keep": lambda engine, patch: patch.setattr(engine.directory, "keep", broken),
     "take_freed": lambda engine, patch: patch.setattr(engine.directory, "take_freed", broken),
-    "touch": lambda engine, patch: patch.setattr(
-        engine.side, "_pool", SimpleNamespace(blocks=engine.pool.blocks, touch=broken, free_blocks=broken)
+    "touch": lambda engine, patch: engine.side.bind_pool(
+        SimpleNamespace(blocks=engine.pool.blocks, touch=broken, free_blocks=broken)
     ),
     "order": lambda engine, patch: patch.setattr(engine.side._receiving, "order", broken),
     "reported": lambda engine, patch: patch.setattr(engine.side._receiving, "reported", broken),
@@ -124,7 +124,8 @@ def test_a_hook_that_raises_hurts_no_engine_and_loses_no_block(
     engine.steps()
     assert engine.free == whole
     assert not engine.scheduler.requests
-    assert engine.side._sending._offered == engine.side._sending._kept == {}
+    assert engine.side._sending._offered == {}
+    assert engine.kept == 0
 
 
 def test_a_step_that_cannot_be_read_takes_back_what_was_sealed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,9 @@ def interval() -> dict[str, Any]:
         "bytes": {"in": 2 << 20, "out": 1 << 20},
         "writes": {"in": 8, "out": 4},
         "tokens": {"in": 96},
-        "phases": {"in:transfer": [0.002, 0.004], "out:write": [0.01]},
+        "phases": {"in:transfer": [0.002, 0.004], "out:drain": [0.01]},
+        "durations": {"in:completed": [1.0, 2.0], "in:failed": [3.0], "out:completed": [4.0]},
+        "gauges": {"parked_bytes": {"0.0.0": 4096}, "open_sends": {"0.0.0": 2}},
         "refusals": {"wrong_key": 1},
         "events": {"hook_error": 1},
         "provider": "tcp",
@@ -35,6 +37,11 @@ def test_ranks_and_intervals_add_up() -> None:
     assert total.data["transfers"] == {"in:completed": 4, "in:failed:peer_lost": 2, "out:completed": 2}
     assert total.data["tokens"] == {"in": 196}
     assert total.data["phases"]["in:transfer"] == [0.002, 0.004] * 2
+    assert total.data["durations"] == {
+        "in:completed": [1.0, 2.0] * 2,
+        "in:failed": [3.0] * 2,
+        "out:completed": [4.0] * 2,
+    }
     assert total.data["events"] == {"hook_error": 2, "x": 1}
     assert total.data["provider"] == "tcp"
 
@@ -46,9 +53,18 @@ def test_adding_up_leaves_the_other_as_it_was() -> None:
     assert second.data == interval()
 
 
+def test_gauges_keep_the_latest_of_each_rank() -> None:
+    total = PushKVStats(data={"gauges": {"open_sends": {"0.0.0": 5, "0.0.1": 1}}})
+    total.aggregate(PushKVStats(data={"gauges": {"open_sends": {"0.0.1": 4}, "parked_bytes": {"0.0.0": 8}}}))
+    total.aggregate(PushKVStats(data={"gauges": {"open_sends": {"0.0.0": 2}}}))
+    assert total.data["gauges"] == {"open_sends": {"0.0.0": 2, "0.0.1": 4}, "parked_bytes": {"0.0.0": 8}}
+
+
 def test_nothing_is_empty() -> None:
     assert PushKVStats().is_empty()
     assert PushKVStats(data={"transfers": {}, "phases": {}}).is_empty()
+    # vLLM would write a line without anything in it.
+    assert PushKVStats(data={"gauges": {"open_sends": {"0.0.0": 2}}, "provider": "tcp"}).is_empty()
     assert not PushKVStats(data={"events": {"x": 1}}).is_empty()
     stats = PushKVStats(data=interval())
     stats.reset()
@@ -107,6 +123,18 @@ def test_prometheus_shows_every_number(metrics: PushKVMetrics) -> None:
     assert shown("refusals_total", reason="wrong_key") == 2
     assert shown("events_total", event="hook_error") == 2
     assert shown("phase_seconds_count", direction="in", phase="transfer") == 4
-    assert shown("phase_seconds_sum", direction="out", phase="write") == pytest.approx(0.02)
+    assert shown("phase_seconds_sum", direction="out", phase="drain") == pytest.approx(0.02)
+    assert shown("transfer_seconds_count", direction="in", outcome="failed") == 2
+    assert shown("transfer_seconds_sum", direction="in", outcome="completed") == pytest.approx(6.0)
     assert shown("info", provider="tcp", library="libfabric 2.5") == 1
     assert b"vllm:pushkv_info{" in generate_latest()
+
+
+def test_a_gauge_is_the_sum_of_what_its_ranks_said_last(metrics: PushKVMetrics) -> None:
+    metrics.observe({"gauges": {"open_sends": {"0.0.0": 2, "0.0.1": 3}, "parked_bytes": {"0.0.0": 4096}}}, 0)
+    assert (shown("open_sends"), shown("parked_bytes")) == (5, 4096)
+    metrics.observe({"gauges": {"open_sends": {"0.0.1": 1}}}, 0)
+    metrics.observe({"gauges": {"open_sends": {"0.0.0": 9}}}, 1)
+    assert (shown("open_sends"), shown("open_sends", engine="1"), shown("parked_bytes")) == (3, 9, 4096)
+    metrics.observe({"gauges": {"open_sends": {"0.0.0": 0, "0.0.1": 0}, "parked_bytes": {"0.0.0": 0}}}, 0)
+    assert (shown("open_sends"), shown("open_sends", engine="1"), shown("parked_bytes")) == (0, 9, 0)

@@ -6,12 +6,18 @@ from typing import Any
 
 from neuron_pushkv.connector.metadata import PushKVMetadata, Refused
 from neuron_pushkv.connector.worker import WorkerSide
-from neuron_pushkv.orders import Ready, Receive, StepOrders
+from neuron_pushkv.orders import Intent, Ready, Receive, Remote, StepOrders
 from tests.connector.harness import EngineDouble
+
+REMOTE = Remote("127.0.0.1", 1)
 
 
 def receive(request: str, *blocks: int) -> Receive:
-    return Receive(request, "t", "127.0.0.1", 1, 0, 32 * len(blocks), b"", b"", (blocks,))
+    return Receive(request, "t", REMOTE, 0, 32 * len(blocks), b"", b"", (blocks,))
+
+
+def intent(request: str) -> Intent:
+    return Intent(request, "t", REMOTE, 32, b"")
 
 
 def side(*, leads: bool = True) -> tuple[WorkerSide, EngineDouble]:
@@ -90,6 +96,49 @@ def test_a_withdrawal_that_crosses_the_report_is_dropped() -> None:
     worker.take_results()
     worker.begin(step(2, withdrawn=("a", "b")))
     assert engine.steps[-1].withdrawn == ("b",)
+
+
+def test_a_withdrawn_intent_is_handed_on_once_and_never_reported() -> None:
+    worker, engine = side()
+    worker.begin(step(1, intents=(intent("a"), intent("b"))))
+    worker.begin(step(2, withdrawn=("a",), receives=(receive("b", 1),)))
+    assert engine.steps[-1].withdrawn == ("a",)
+    engine.finished = {"a", "b"}
+    assert worker.take_results() == ({"b"}, set())
+    worker.begin(step(3, withdrawn=("a", "b")))
+    assert engine.steps[-1].withdrawn == ()
+
+
+def test_an_intent_whose_load_is_refused_is_withdrawn_and_the_load_reported() -> None:
+    worker, engine = side()
+    worker.begin(step(1, intents=(intent("a"),)))
+    worker.begin(step(2, (Refused("a", ((7,),)),), withdrawn=("a",)))
+    assert engine.steps[-1].withdrawn == ("a",)
+    assert worker.take_results() == ({"a"}, {"a"})
+
+
+def test_what_a_layer_makes_ready_is_handed_on_with_its_name() -> None:
+    worker, engine = side()
+    metadata = step(1, ready=(Ready("a", 7, ((1,),)),))
+    worker.begin(metadata)
+    worker.advance_layer("layers.3", metadata)
+    worker.advance_layer("layers.4", step(2))
+    assert engine.layers == [("layers.3", 7)]
+    assert not engine.ready
+
+
+def test_what_the_scheduler_measures_is_reported_once_by_one_rank() -> None:
+    for leads in (True, False):
+        worker, engine = side(leads=leads)
+        worker.take_stats()
+        worker.begin(PushKVMetadata(1, StepOrders(), gauges={"parked_bytes": 5}))
+        worker.begin(PushKVMetadata(2, StepOrders(), gauges={"parked_bytes": 7}))
+        assert worker.take_stats() == ({"gauges": {"parked_bytes": {"engine": 7}}} if leads else {})
+        assert worker.take_stats() == {}
+        worker.begin(PushKVMetadata(3, StepOrders(), gauges={"parked_bytes": 9}))
+        engine.stats = {"gauges": {"open_sends": {"0": 1}}}
+        own = {"parked_bytes": {"engine": 9}} if leads else {}
+        assert worker.take_stats() == {"gauges": {"open_sends": {"0": 1}, **own}}
 
 
 def test_events_of_the_scheduler_are_counted_by_one_rank_only() -> None:

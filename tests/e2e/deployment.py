@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -17,12 +18,14 @@ import httpx
 
 from neuron_pushkv import tinymodel
 from neuron_pushkv.config import FleetSettings, load_fleet, parse
+from neuron_pushkv.directory import query_status
 from neuron_pushkv.fleet import Fleet
 from neuron_pushkv.fleet.client import Metrics
 from neuron_pushkv.fleet.commands import engine_url
 
 ROOT = Path(__file__).parent.parent.parent
 BLOCK = 32
+FLEET_KEY = "known to the tests, which ask directories for their state"
 PREFILL, DECODE, UNDIVIDED, ROUTER = "prefill-0", "decode-0", "undivided", "router"
 
 
@@ -165,23 +168,33 @@ class Watch:
         poll(lambda: self.grown("vllm:request_prompt_tokens_count") >= prompts, 10, f"{prompts} prompts")
 
 
-def legs(deployment: Deployment, transfer: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parameters of a prefill leg and of its decode leg, for sending them without the router."""
-    (engine,) = (e for e in deployment.fleet.settings.engines if e.name == PREFILL)
+def legs(
+    deployment: Deployment, transfer: str, *, source: str = PREFILL, tp_size: int = 1
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parameters of a prefill leg for ``source`` and of its decode leg, for sending them without the router."""
+    (engine,) = (e for e in deployment.fleet.settings.engines if e.name == source)
     assert engine.connector
     prefill = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
     decode = {
         "do_remote_decode": False,
         "do_remote_prefill": True,
-        "remote_engine_id": PREFILL,
+        "remote_engine_id": source,
         "remote_host": engine.connector.host,
         "remote_port": engine.connector.port,
         "remote_request_id": "any",
-        "tp_size": 1,
+        "tp_size": tp_size,
         "pp_size": 1,
         "transfer_id": transfer,
     }
     return prefill, decode
+
+
+def kept(deployment: Deployment, name: str = PREFILL) -> int:
+    """How many finished requests' KV that engine keeps, which it tells without taking a step."""
+    (engine,) = (e for e in deployment.fleet.settings.engines if e.name == name)
+    assert engine.connector
+    status = asyncio.run(query_status(engine.connector.host, engine.connector.port, engine.connector.key(), 2.0))
+    return status.kept_requests
 
 
 def asked(question: Question, parameters: dict[str, Any], **more: Any) -> Question:
@@ -192,6 +205,9 @@ def fleet_settings(change: Callable[[dict[str, Any]], None]) -> FleetSettings:
     """The shipped CPU fleet on free ports, after ``change`` to its values."""
     values = load_fleet(ROOT / "configs" / "local-cpu.yaml").model_dump(mode="json", exclude_unset=True)
     change(values)
+    for section in [*[e["connector"] for e in values["engines"] if e.get("connector")], values.get("router")]:
+        if section:
+            section["fleet_key"] = FLEET_KEY
     listeners = [*values["engines"], *[e["connector"] for e in values["engines"] if e.get("connector")]]
     listeners += [values["router"]] if values.get("router") else []
     for listener, port in zip(listeners, free_ports(len(listeners)), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -16,6 +17,7 @@ from tests.e2e.deployment import (
     Question,
     Watch,
     asked,
+    kept,
     legs,
     poll,
     tokens,
@@ -92,6 +94,23 @@ def test_client_leaves_while_decode_waits(deployment: Deployment) -> None:
         )
     assert_empty(deployment, DECODE)
     assert_pushed(deployment, Question(tokens(100, seed=34)))
+
+
+@pytest.mark.parametrize("fault", [{"model": "another"}, {"prompt": [5] * 5000}], ids=["model", "length"])
+def test_decode_rejects_what_prefill_has_computed(deployment: Deployment, fault: dict[str, Any]) -> None:
+    """F9: no request of decode's will ever ask for it, so it is let go at once, though both engines are idle."""
+    (name,) = fault
+    question = Question(tokens(500, seed=36), salt=name)
+    prefill, decode = legs(deployment, f"rejected for its {name}")
+    before = kept(deployment)
+    deployment.ask(PREFILL, asked(question, prefill, max_tokens=1))
+    assert kept(deployment) == before + 1
+    body = {**asked(question, decode).body(), **fault}
+    begun = time.monotonic()
+    response = deployment.client.post(deployment.urls[DECODE] + "/v1/completions", json=body)
+    assert 400 <= response.status_code < 500
+    poll(lambda: kept(deployment) == before, 2, "prefill lets go")
+    assert time.monotonic() - begun < 2
 
 
 def test_nobody_computes_it(deployment: Deployment) -> None:

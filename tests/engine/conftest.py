@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import pytest
 
@@ -11,8 +12,13 @@ from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.transport.base import Transport
 from neuron_pushkv.transport.fabric import FabricTransport
 from neuron_pushkv.transport.loopback import LoopbackNetwork
+from neuron_pushkv.wire import Rank
+from tests.layouts import Cache
 
+from .ranks import Engine
 from .sides import MODEL, Side
+
+NewEngine: TypeAlias = Callable[..., Engine]
 
 
 def free_port() -> int:
@@ -61,3 +67,28 @@ def sender(new_side: Callable[..., Side]) -> Side:
 @pytest.fixture
 def receiver(new_side: Callable[..., Side]) -> Side:
     return new_side("receiver")
+
+
+@pytest.fixture
+def network() -> LoopbackNetwork:
+    """Whose writes land in any order."""
+    return LoopbackNetwork(unordered=True, seed=1)
+
+
+@pytest.fixture
+def new_engine(network: LoopbackNetwork) -> Iterator[NewEngine]:
+    made: list[Engine] = []
+
+    def make(
+        name: str,
+        caches: dict[Rank, Cache],
+        transport: Callable[[], Transport] = network.transport,
+        **changes: object,
+    ) -> Engine:
+        settings = ConnectorSettings.model_validate({"port": free_port(), "smallest_write_bytes": 0, **changes})
+        made.append(Engine(name, caches, transport, settings))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()

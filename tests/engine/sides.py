@@ -14,8 +14,8 @@ from neuron_pushkv.device.base import Memory
 from neuron_pushkv.device.host import HostAccelerator
 from neuron_pushkv.directory import Directory
 from neuron_pushkv.engine import PushEngine, Results
-from neuron_pushkv.layout import Layout, Region
-from neuron_pushkv.orders import Finish, Offer, Ready, Receive, StepOrders
+from neuron_pushkv.layout import Group, Layout, Region
+from neuron_pushkv.orders import Finish, Offer, Ready, Receive, Remote, StepOrders
 from neuron_pushkv.transport.base import Transport
 from neuron_pushkv.wire import Rank
 
@@ -25,6 +25,7 @@ BLOCKS = 128
 LAYERS = 4
 MODEL = "test-model"
 DEADLINE = 10.0
+COUNTS = ("transfers", "bytes", "writes", "tokens", "refusals", "events")
 BLANK = 0xEE
 
 
@@ -55,7 +56,7 @@ class Side:
         ctypes.memset(self.cache, BLANK, len(self.cache))
         base = ctypes.addressof(self.cache)
         regions = tuple(
-            Region(f"layer.{layer}", base + layer * BLOCKS * BLOCK_BYTES, BLOCK_BYTES, BLOCKS)
+            Region(f"layer.{layer}", "kv", 0, base + layer * BLOCKS * BLOCK_BYTES, BLOCK_BYTES, 0, 0, BLOCK_BYTES)
             for layer in range(LAYERS)
         )
         incarnation = secrets.randbits(64)
@@ -68,7 +69,7 @@ class Side:
             incarnation=incarnation,
             rank=Rank(),
             model=model,
-            layout=Layout(layout, BLOCK_SIZE, BLOCKS, regions),
+            layout=Layout(layout, BLOCKS, (Group(BLOCK_SIZE),), regions),
             memory=[Memory(base, len(self.cache))],
             transport=transport,
             accelerator=HostAccelerator(),
@@ -78,6 +79,7 @@ class Side:
         self.failed: list[str] = []
         self.freed: list[str] = []
         self.stats: dict[str, dict[str, int]] = {}
+        self.gauges: dict[str, dict[str, float]] = {}
 
     def __enter__(self) -> Side:
         return self
@@ -100,7 +102,9 @@ class Side:
         assert results.failed <= results.finished
         assert len(set(self.finished)) == len(self.finished), "vLLM was told twice"
         for name, counts in self.engine.take_stats().items():
-            if isinstance(counts, dict) and name != "phases":
+            if name == "gauges":
+                self.gauges.update(counts)
+            if name in COUNTS:
                 mine = self.stats.setdefault(name, {})
                 for key, count in counts.items():
                     mine[key] = mine.get(key, 0) + count
@@ -187,9 +191,8 @@ def order(
 ) -> Receive:
     """What a receiver's scheduler side would say."""
     text = content(prompt, tokens)
-    return Receive(
-        request, transfer, sender.host, sender.port, start, tokens, text.at(start), text.at(tokens), (tuple(blocks),)
-    )
+    remote = Remote(sender.host, sender.port)
+    return Receive(request, transfer, remote, start, tokens, text.at(start), text.at(tokens), (tuple(blocks),))
 
 
 def pattern(prompt: int, layer: int, index: int) -> bytes:

@@ -41,9 +41,9 @@ def test_nonsense_from_one_peer_harms_no_other(
     sender.offer("p", 1, 64)
     receiver.receive("d", 1, 64, [11, 12, 13, 14], sender)
     until(lambda: len(sender.engine._outbound), "the registration")
-    (connection,) = bad.engine._links._links
+    (connection,) = bad.engine._contacts.links._links
     for _ in range(3):
-        bad.engine._node.send(connection, nonsense)
+        bad.engine._contacts._node.send(connection, nonsense)
     sender.seal("p", 1, [1, 2, 3, 4])
     assert receiver.await_report("d")
     assert receiver.holds(1, [11, 12, 13, 14])
@@ -59,7 +59,7 @@ def test_bug_in_a_handler_ends_the_load_at_once(
     def broken(*_: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(receiver.engine._links, "add", broken)
+    monkeypatch.setattr(receiver.engine._contacts.links, "add", broken)
     sender.prefill("p", 1, 64, [1, 2, 3, 4])
     receiver.receive("d", 1, 64, [11, 12, 13, 14], sender)
     assert not receiver.await_report("d", 5.0)

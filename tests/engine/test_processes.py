@@ -101,7 +101,7 @@ def test_sender_killed(start: Callable[..., Sender], receiver: Side, stage: str)
     if stage != "before prefill":
         sender.do("offer", "p", 1, 64)
     ask(receiver, sender, "d")
-    until(lambda: len(receiver.engine._links), "the connection")
+    until(lambda: len(receiver.engine._contacts.links), "the connection")
     if stage in ("during the write", "after the write"):
         sender.do("seal", "p", 1, [1, 2, 3, 4])
     if stage == "during the write":
@@ -129,7 +129,7 @@ def test_sender_stopped(provider: str, start: Callable[..., Sender]) -> None:
         sender = start()
         sender.do("offer", "p", 1, 64)
         ask(receiver, sender, "d")
-        until(lambda: len(receiver.engine._links), "the connection")
+        until(lambda: len(receiver.engine._contacts.links), "the connection")
         sender.signal(signal.SIGSTOP)
         assert not receiver.await_report("d", 15.0)
         receiver.fill(99, TARGET)

@@ -204,7 +204,10 @@ def test_mismatch_is_refused_with_both_values(
     assert receiver.blank([11, 12, 13, 14])
     assert receiver.stats["transfers"] == {f"in:failed:{reason}": 1}
     (value,) = other.values()
-    said = [record.getMessage() for record in caplog.records if "d did not come" in record.getMessage()]
+    said = until(
+        lambda: [line for line in (record.getMessage() for record in caplog.records) if "request=d " in line],
+        "a line about it",
+    )
     assert len(said) == 1
     assert value in said[0]
     assert ("test-model" if reason is Reason.MODEL_MISMATCH else "test") in said[0]

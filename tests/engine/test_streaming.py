@@ -92,3 +92,19 @@ def test_prefill_that_ends_in_the_middle(sender: Side, receiver: Side) -> None:
     sender.fill(99, list(range(BLOCKS)))
     time.sleep(0.1)
     assert receiver.holds(98, TARGET)
+
+
+def test_what_is_open_shows_in_gauges(sender: Side, receiver: Side) -> None:
+    def gauges(side: Side) -> dict[str, float]:
+        return {name: value for name, by_rank in side.gauges.items() for value in by_rank.values()}
+
+    receiver.receive("d", 1, 64, [11, 12, 13, 14], sender)
+    until(lambda: len(sender.engine._outbound), "the registration")
+    for side in (sender, receiver):
+        side.step()
+    assert (gauges(sender)["open_sends"], gauges(receiver)["open_receives"]) == (1, 1)
+    sender.prefill("p", 1, 64, [1, 2, 3, 4])
+    assert receiver.await_report("d")
+    until(lambda: (sender.step(), gauges(sender)["open_sends"] == 0)[1], "the end of the delivery")
+    receiver.step()
+    assert gauges(receiver)["open_receives"] == 0

@@ -9,10 +9,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from neuron_pushkv.fabric import discovery
+from neuron_pushkv.fabric import discovery, opening
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +25,7 @@ from neuron_pushkv.errors import PushKVError
 from neuron_pushkv.transport.fabric import FabricTransport
 library = {library!r}
 try:
-    transport = FabricTransport({provider!r}, library and Path(library), {host!r})
+    transport = FabricTransport({provider!r}, library and Path(library), {host!r}, **{others!r})
 except PushKVError as error:
     print(type(error).__name__, error, sep=": ", end="")
 else:
@@ -39,9 +40,10 @@ def attempt(
     host: str = "127.0.0.1",
     prepare: str = "",
     environment: dict[str, str] | None = None,
+    **others: Any,
 ) -> str:
     """What comes of opening a transport in a fresh process."""
-    script = TRY.format(prepare=prepare, provider=provider, library=library and str(library), host=host)
+    script = TRY.format(prepare=prepare, provider=provider, library=library and str(library), host=host, others=others)
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", script],
         capture_output=True,
@@ -105,6 +107,31 @@ def test_a_host_of_another_machine_is_refused(wheel: Path) -> None:
     assert attempt("tcp", wheel, host="0.0.0.0") == (
         "FabricError: provider 'tcp' needs the address that peers reach this machine at, not '0.0.0.0'"
     )
+
+
+def test_network_cards_that_are_not_there(wheel: Path) -> None:
+    sentence = attempt("tcp", wheel, nics=("rdmap16s27",))
+    assert sentence == (
+        f"FabricError: network cards rdmap16s27 were asked for, but with provider 'tcp' libfabric 2.5 at {wheel} has "
+        "here only: lo"
+    )
+    assert attempt("tcp", wheel, nics=("lo", "l")).endswith("has here only: lo")
+    assert attempt("tcp", wheel, nics=("lo",)) == "opened tcp libfabric 2.5"
+
+
+def test_rails_that_cannot_be(wheel: Path) -> None:
+    for rails in (0, -1, 33):
+        assert attempt("tcp", wheel, rails=rails) == f"FabricError: {rails} rails can't be opened; there can be 1 to 32"
+    assert attempt("tcp", wheel, rails=32) == "opened tcp libfabric 2.5"
+
+
+def test_a_core_that_this_machine_has_not_got(wheel: Path) -> None:
+    for core in (1023, 100_000):
+        sentence = attempt("tcp", wheel, core=core)
+        assert sentence.startswith(
+            f"FabricError: the progress thread can't run on core {core}: this machine has {opening.cores()}, of which"
+        )
+        assert "set 'progress_core' to one of those" in sentence
 
 
 def test_no_library_at_all(tmp_path: Path) -> None:

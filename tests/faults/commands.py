@@ -15,12 +15,12 @@ from typing import Any
 from neuron_pushkv import home
 from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.ledger import sources
-from neuron_pushkv.orders import StepOrders
+from neuron_pushkv.orders import Intent, Release, Remote, StepOrders
 from neuron_pushkv.transport.base import Transport
 from neuron_pushkv.transport.fabric import FabricTransport
 from neuron_pushkv.transport.fates import Delay, Fate, Fault, Reorder
 from neuron_pushkv.transport.faults import FaultyTransport
-from tests.engine.sides import Side, order, until
+from tests.engine.sides import Side, content, order, until
 
 from .measures import descriptors, native_bytes, resident_bytes
 
@@ -41,8 +41,9 @@ class Some(Fault):
 
 def cut(side: Side, chance: random.Random) -> int:
     """Cut one of its connections to other workers, as a network does: without a word. How many were cut."""
-    core = side.engine._node._core
-    links = [core.links[connection] for connection in list(side.engine._links._links) if connection in core.links]
+    core = side.engine._contacts._node._core
+    peers = list(side.engine._contacts.links._links)
+    links = [core.links[connection] for connection in peers if connection in core.links]
     if not links:
         return 0
     transport = chance.choice(links)._transport
@@ -67,6 +68,15 @@ class Commands:
         sender = ConnectorSettings(port=port)
         text = order(request, prompt, tokens, blocks, sender, transfer, start)
         self.side.step(StepOrders(receives=(text,)))
+
+    def intend(self, request: str, prompt: int, tokens: int, port: int, transfer: str) -> None:
+        """It has no blocks for that request yet."""
+        remote, end = Remote(ConnectorSettings().host, port), content(prompt, tokens).at(tokens)
+        self.side.step(StepOrders(intents=(Intent(request, transfer, remote, tokens, end),)))
+
+    def release(self, transfer: str, port: int) -> None:
+        """It will not ask for that transfer."""
+        self.side.step(StepOrders(releases=(Release(transfer, Remote(ConnectorSettings().host, port)),)))
 
     def preempt(self, request: str) -> None:
         """Its blocks are another's when this returns."""

@@ -9,7 +9,8 @@ import pytest
 
 from neuron_pushkv.errors import Reason
 from neuron_pushkv.transport.base import Written
-from neuron_pushkv.transport.fates import Delay, Depth, Drop, Fail, Fault, Reorder, Stall
+from neuron_pushkv.transport.fabric import FabricTransport
+from neuron_pushkv.transport.fates import Delay, Depth, Drop, Duplicate, Fail, Fault, Reorder, Stall
 from neuron_pushkv.transport.faults import FaultyTransport
 from neuron_pushkv.transport.loopback import LoopbackNetwork
 from tests.engine import sides
@@ -65,6 +66,61 @@ def test_slow_and_disorderly_writes_all_arrive(
     sender.finish("p")
     freed(sender, "p")
     assert nothing_left(sender, receiver)
+
+
+@pytest.mark.parametrize("rails", [1, 2, 3, 4])
+@pytest.mark.parametrize("trouble", HARMLESS)
+def test_writes_over_several_rails(new_side: NewSide, trouble: str, rails: int) -> None:
+    """F31: 1 to 64 writes over 1 to 4 rails of libfabric's tcp, late, in any order, a few at a time."""
+    faulty = FaultyTransport(FabricTransport(provider="tcp", rails=rails), *HARMLESS[trouble], seed=rails)
+    sender = new_side("sender", transport=faulty)
+    receiver = new_side("receiver", transport=FabricTransport(provider="tcp", rails=rails))
+    for count, first in ((16, 40), (5, 72), (1, 82)):
+        source, target, name = scattered(count, 1), scattered(count, first), f"{count}"
+        sender.prefill(name, count, 16 * count, source, name)
+        receiver.receive(name, count, 16 * count, target, sender, name)
+        assert receiver.await_report(name)
+        assert receiver.holds(count, target)
+    assert receiver.others_blank(scattered(22, 40))
+    assert receiver.stats["writes"]["in"] == 22 * LAYERS
+    assert receiver.transport.counters().arrivals == 22 * LAYERS
+
+
+@pytest.mark.parametrize("rails", [1, 4])
+@pytest.mark.parametrize("trouble", [Drop, Fail])
+def test_lost_and_failed_writes_over_several_rails(new_side: NewSide, trouble: type[Drop | Fail], rails: int) -> None:
+    """F31: the same end, and the other rails' writes are quiet when it is told."""
+    faulty = FaultyTransport(FabricTransport(provider="tcp", rails=rails), trouble(31))
+    sender = new_side("sender", transport=faulty, **SHORT)
+    receiver = new_side("receiver", transport=FabricTransport(provider="tcp", rails=rails), **SHORT)
+    sender.prefill("p", 1, 256, scattered(16, 1))
+    receiver.receive("d", 1, 256, scattered(16, 40), sender)
+    assert not receiver.await_report("d", 5.0)
+    receiver.fill(99, scattered(16, 40))
+    sender.finish("p")
+    freed(sender, "p")
+    sender.prefill("q", 2, 256, scattered(16, 2), "u")
+    receiver.receive("next", 2, 256, scattered(16, 41), sender, "u")
+    assert receiver.await_report("next")
+    assert receiver.holds(2, scattered(16, 41))
+    assert receiver.holds(99, scattered(16, 40))
+
+
+@pytest.mark.parametrize("share", [1.0, 0.2])
+def test_doubled_writes_show(new_side: NewSide, network: LoopbackNetwork, share: float) -> None:
+    """F31: a network that doubles writes breaks its contract; at least it is seen: a failure, or a count of arrivals
+    that nobody expected."""
+    faulty = FaultyTransport(network.transport(), Duplicate(share), seed=3)
+    sender, receiver = new_side("sender", transport=faulty, **SHORT), new_side("receiver", **SHORT)
+    sender.prefill("p", 1, 256, scattered(16, 1))
+    receiver.receive("d", 1, 256, scattered(16, 40), sender)
+    receiver.await_report("d")
+
+    def seen() -> bool:
+        receiver.step()
+        return bool(receiver.failed) or receiver.stats.get("events", {}).get("stale_arrival", 0) > 0
+
+    until(seen, "a sign of it")
 
 
 @pytest.mark.parametrize(("blocks", "number"), [(1, 0), (5, 7), (16, 0), (16, 31), (16, 63)])

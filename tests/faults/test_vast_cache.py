@@ -15,7 +15,7 @@ from neuron_pushkv.device.base import Memory
 from neuron_pushkv.device.host import HostAccelerator
 from neuron_pushkv.directory import Directory
 from neuron_pushkv.engine import PushEngine
-from neuron_pushkv.layout import Layout, Region
+from neuron_pushkv.layout import Group, Layout, Region
 from neuron_pushkv.orders import Offer, Ready, StepOrders
 from neuron_pushkv.peers.link import Link
 from neuron_pushkv.transport.base import Transport
@@ -37,10 +37,10 @@ class Vast:
         self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         regions = tuple(
-            Region(f"model.layers.{number}", base + number * blocks * BLOCK_BYTES, BLOCK_BYTES, blocks)
-            for number in range(REGIONS)
+            Region(f"model.layers.{number}", "kv", 0, base + place, BLOCK_BYTES, 0, 0, BLOCK_BYTES)
+            for number, place in enumerate(range(0, REGIONS * blocks * BLOCK_BYTES, blocks * BLOCK_BYTES))
         )
-        self.settings = ConnectorSettings(port=free_port())
+        self.settings = ConnectorSettings(port=free_port(), smallest_write_bytes=BLOCK_BYTES)
         incarnation = secrets.randbits(64)
         self.directory = Directory(
             self.settings, engine_id=name, incarnation=incarnation, port=self.settings.port, ranks=1
@@ -51,7 +51,7 @@ class Vast:
             incarnation=incarnation,
             rank=Rank(),
             model=MODEL,
-            layout=Layout("test", 16, blocks, regions),
+            layout=Layout("test", blocks, (Group(16),), regions),
             memory=[Memory(base, size)],
             transport=transport,
             accelerator=HostAccelerator(),

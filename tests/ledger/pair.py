@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 
+from neuron_pushkv import wire
 from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.content import Content, seed
 from neuron_pushkv.errors import Reason
-from neuron_pushkv.layout import Layout, Region
+from neuron_pushkv.layout import Group, Layout, Region
 from neuron_pushkv.ledger import effects as fx
-from neuron_pushkv.ledger.inbound import Inbound
+from neuron_pushkv.ledger.inbound import Inbound, Share
 from neuron_pushkv.ledger.outbound import Outbound
-from neuron_pushkv.orders import Finish, Offer, Ready, Receive
+from neuron_pushkv.ledger.registration import Receiver
+from neuron_pushkv.orders import Finish, Intent, Offer, Ready, Receive, Remote
 from neuron_pushkv.wire import (
     Accepted,
     Cancel,
@@ -28,7 +30,9 @@ from neuron_pushkv.wire import (
 BLOCK = 32
 BLOCKS = 64
 CONNECTION = 7
-LAYOUT = Layout("test", BLOCK, BLOCKS, (Region("layer.0", 0, 4096, BLOCKS),))
+GROUP = Group(BLOCK)
+LAYOUT = Layout("test", BLOCKS, (GROUP,), (Region("layer.0", "kv", 0, 0, 4096, 0, 0, 4096),))
+REMOTE = Remote("127.0.0.1", 1)
 SEED = seed("model")
 
 
@@ -37,13 +41,31 @@ def content(tokens: int, first: int = 1) -> Content:
     return Content.of(SEED, [first + index for index in range(tokens)])
 
 
+def packed(*blocks: int) -> bytes:
+    """A block table as it crosses the wire."""
+    return b"".join(block.to_bytes(4, "little") for block in blocks)
+
+
+def sources(write: fx.Write) -> tuple[int, ...]:
+    """The sender's blocks that a write reads, in token order."""
+    (move,) = write.moves
+    return tuple(int(block) for block in move.source[move.first // BLOCK : -(-move.end // BLOCK)])
+
+
+def targets(write: fx.Write) -> tuple[int, ...]:
+    """The receiver's blocks that it goes to."""
+    (move,) = write.moves
+    start = move.target_start
+    return tuple(int(block) for block in move.target[(move.first - start) // BLOCK : -(-(move.end - start) // BLOCK)])
+
+
 class Pair:
     """``reports``: what the receiver told vLLM. ``freed``: what the sender let go. ``sent``: how deliveries ended."""
 
     def __init__(self, settings: ConnectorSettings | None = None, quarantine: float = 0.0) -> None:
         settings = settings or ConnectorSettings()
         self.now = 1000.0
-        self.inbound = Inbound(settings, BLOCK, quarantine)
+        self.inbound = Inbound(settings, quarantine)
         self.outbound = Outbound(settings, LAYOUT)
         self.to_sender: deque[Message] = deque()
         self.to_receiver: deque[Message] = deque()
@@ -76,10 +98,17 @@ class Pair:
 
     def receive(self, request: str = "d", transfer: str = "t", start: int = 0, end: int = 100, first: int = 1) -> None:
         prompt = content(end, first)
-        blocks = tuple(range(10, 10 + LAYOUT.blocks_for(start, end)))
-        order = Receive(request, transfer, "127.0.0.1", 1, start, end, prompt.at(start), prompt.at(end), (blocks,))
+        blocks = tuple(range(10, 10 + GROUP.blocks_for(start, end)))
+        order = Receive(request, transfer, REMOTE, start, end, prompt.at(start), prompt.at(end), (blocks,))
+        routed = self.inbound.routed(request)
         self.receiver(self.inbound.receive(order, self.now))
-        self.receiver(self.inbound.connected(request, self.connection, self.now))
+        if not routed:
+            self.receiver(self.inbound.connected(request, [Share(self.connection)], self.now))
+
+    def intend(self, request: str = "d", transfer: str = "t", end: int = 100, first: int = 1) -> None:
+        order = Intent(request, transfer, REMOTE, end, content(end, first).at(end))
+        self.receiver(self.inbound.intend(order, self.now))
+        self.receiver(self.inbound.connected(request, [Share(self.connection)], self.now))
 
     # The world between them.
 
@@ -96,8 +125,11 @@ class Pair:
 
     def at_sender(self, message: Message) -> None:
         match message:
+            case wire.Intent():
+                self.sender(self.outbound.intend(self.connection, message, self.now))
             case Register():
-                self.sender(self.outbound.register(self.connection, message, BLOCKS, self.now))
+                receiver = Receiver(BLOCKS, (GROUP,), (BLOCK,))
+                self.sender(self.outbound.register(self.connection, message, receiver, self.now))
             case Cancel():
                 self.sender(self.outbound.cancel(self.connection, message, self.now))
             case Done():
@@ -181,7 +213,7 @@ class Pair:
                 case fx.Forget(slot):
                     del self.expected[slot]
                     self.goals.pop(slot, None)
-                case fx.Received(request, reason):
+                case fx.Received(request=request, reason=reason):
                     self.reports.append((request, reason))
                 case fx.Drop(_, _, detail):
                     self.drops.append(detail)
@@ -200,8 +232,9 @@ class Pair:
                     self._tickets += 1
                     self.tickets[self._tickets] = effect
                     self.all_writes[self._tickets] = effect
-                    size = 4096 * len(effect.source)
-                    self.sender(self.outbound.posted(effect, self._tickets, self.writes, size, self.now))
+                    size = 4096 * len(sources(effect))
+                    taken = self.outbound.posted(effect, effect.end, self._tickets, self.writes, size, self.now)
+                    self.sender(taken)
                 case fx.CancelTicket(ticket):
                     self.cancelled_tickets.append(ticket)
                 case fx.Freed(request):

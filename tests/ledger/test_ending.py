@@ -6,10 +6,11 @@ import pytest
 
 from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.errors import Reason
+from neuron_pushkv.ledger.inbound import Share
 from neuron_pushkv.orders import Receive
 from neuron_pushkv.wire import Cancel, Cancelled, Commit, Done
 
-from .pair import CONNECTION, Pair, content
+from .pair import CONNECTION, REMOTE, Pair, content
 
 # The receiver gives up (F1, F7).
 
@@ -87,11 +88,11 @@ def test_abort_at_every_stage(stage: object, times: int) -> None:
 def test_abort_before_the_peer_is_connected_is_reported_at_once() -> None:
     pair = Pair()
     prompt = content(64)
-    order = Receive("d", "t", "127.0.0.1", 1, 0, 64, prompt.at(0), prompt.at(64), ((1, 2),))
+    order = Receive("d", "t", REMOTE, 0, 64, prompt.at(0), prompt.at(64), ((1, 2),))
     pair.receiver(pair.inbound.receive(order, pair.now))
     pair.receiver(pair.inbound.withdraw("d", pair.now))
-    pair.receiver(pair.inbound.connected("d", CONNECTION, pair.now))
-    pair.receiver(pair.inbound.unreachable("d", Reason.UNREACHABLE, "", pair.now))
+    pair.receiver(pair.inbound.connected("d", [Share(CONNECTION)], pair.now))
+    pair.receiver(pair.inbound.unreachable("d", Reason.UNREACHABLE, ""))
     assert pair.reports == [("d", Reason.ABORTED)]
     assert not pair.to_sender
 
@@ -207,3 +208,19 @@ def test_quarantine_after_a_fence_that_is_not_final() -> None:
     assert pair.reports == []
     pair.pass_time(1)
     assert pair.reports == [("d", Reason.PEER_LOST)]
+
+
+# A network that breaks the transports' contract.
+
+
+def test_more_arrivals_than_writes_are_not_believed() -> None:
+    """F31: one of them was counted for another, whose bytes may be missing."""
+    pair = Pair()
+    _until_writing(pair)
+    while len(pair.to_receiver) > 1:
+        pair.to_one_side()
+    pair.land(writes=pair.writes + 1)
+    pair.flush()
+    assert pair.drops == [f"protocol violation: {pair.writes + 1} writes arrived where {pair.writes} were made"]
+    assert pair.reports == [("d", Reason.PEER_LOST)]
+    assert pair.quiet()

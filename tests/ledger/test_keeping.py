@@ -8,7 +8,7 @@ from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.errors import Reason
 from neuron_pushkv.orders import Offer
 
-from .pair import BLOCK, CONNECTION, Pair, content
+from .pair import BLOCK, CONNECTION, Pair, content, sources, targets
 
 
 def _until_writing(pair: Pair) -> None:
@@ -82,7 +82,7 @@ def test_release_lets_go_at_once_but_not_under_a_write() -> None:
     pair = Pair()
     _until_writing(pair)
     pair.finish()
-    pair.sender(pair.outbound.release("t", pair.now))
+    pair.sender(pair.outbound.release("t", 1, pair.now))
     assert pair.freed == []
     pair.push()
     assert pair.freed == ["p"]
@@ -113,8 +113,8 @@ def test_prefix_hit_at_the_receiver_asks_by_position() -> None:
     pair.receive(start=2 * BLOCK)
     pair.flush()
     write = pair.tickets[1]
-    assert write.source == (2, 3)
-    assert write.target == (10, 11)
+    assert sources(write) == (2, 3)
+    assert targets(write) == (10, 11)
     pair.push()
     assert pair.reports == [("d", None)]
 
@@ -129,7 +129,7 @@ def test_inbound_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_outbound_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuron_pushkv.ledger.outbound.MAX_DELIVERIES", 2)
+    monkeypatch.setattr("neuron_pushkv.ledger.deliveries.MAX_DELIVERIES", 2)
     pair = Pair()
     for number in range(3):
         pair.receive(f"d{number}")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from neuron_pushkv.errors import Reason
+from neuron_pushkv.layout import Group
+from neuron_pushkv.ledger.registration import Receiver
+from neuron_pushkv.ledger.tracks import tracks
 from neuron_pushkv.orders import Ready
-from neuron_pushkv.wire import Commit
+from neuron_pushkv.wire import Commit, Register
 
-from .pair import BLOCK, Pair
+from .pair import BLOCK, BLOCKS, Pair, packed, sources, targets
 
 TOKENS = 8 * BLOCK + 5
 TABLE = tuple(range(20, 29))
@@ -30,7 +34,7 @@ def waiting() -> Pair:
 
 
 def pushed(pair: Pair) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    return [(write.source, write.target) for write in pair.all_writes.values()]
+    return [(sources(write), targets(write)) for write in pair.all_writes.values()]
 
 
 def land_and_write(pair: Pair) -> None:
@@ -194,3 +198,13 @@ def test_two_receivers_of_one_stream() -> None:
     advance(pair, TOKENS)
     land_and_write(pair)
     assert pair.reports == [("d1", Reason.ABORTED), ("d2", None)]
+
+
+def test_window_in_larger_blocks_needs_no_more_than_a_sender_keeps() -> None:
+    """The receiver's block begins with tokens that its window doesn't see any more; the sender has let go of them."""
+    register = Register("t", 1, 1, 0, 150, b"", b"", (packed(7, 8),))
+    receiver = Receiver(BLOCKS, (Group(2 * BLOCK, window=40),), (BLOCK,), (np.array([7, 8], dtype=np.uint32),))
+    (track,) = tracks(register, receiver)
+    assert (track.first, track.next, track.end) == (96, 96, 150)
+    (move,) = track.moves([(-1, -1, -1, 3, 4)], receiver, 150)
+    assert (move.first, move.target_start) == (96, 64)

@@ -9,6 +9,7 @@ import time
 import msgspec
 import pytest
 
+from neuron_pushkv import wire
 from neuron_pushkv.errors import ConfigError, HandshakeRefused, Reason
 from neuron_pushkv.peers.handshake import Acceptor, Opener, Ours
 from neuron_pushkv.wire import (
@@ -69,7 +70,7 @@ def test_unequal_keys_are_refused_on_both_sides(ours: bytes | None, theirs: byte
 def test_an_opener_without_the_key_is_refused() -> None:
     """It can't check the acceptor, so it goes on in bad faith."""
     with Party("a") as a, Stranger.connect(a.listen()) as stranger:
-        hello = Hello(1, 0, "worker", "x", 1, Rank(), bytes(32))
+        hello = Hello(wire.PROTOCOL_MAJOR, 0, "worker", "x", 1, Rank(), bytes(32))
         stranger.send(hello)
         assert isinstance(stranger.message(), Challenge)
         stranger.send(Proof(bytes(32), Identity("x", 1, Rank())))
@@ -84,7 +85,7 @@ def test_an_opener_without_the_key_is_refused() -> None:
 def test_the_acceptors_proof_is_no_proof_of_an_opener() -> None:
     """Reflected, or computed for the other side, it is worth nothing."""
     with Party("a") as a, Stranger.connect(a.listen()) as stranger:
-        hello = Hello(1, 0, "worker", "x", 1, Rank(), bytes(32))
+        hello = Hello(wire.PROTOCOL_MAJOR, 0, "worker", "x", 1, Rank(), bytes(32))
         stranger.send(hello)
         challenge = stranger.message()
         assert isinstance(challenge, Challenge)
@@ -169,7 +170,7 @@ def test_another_major_version_is_refused_with_both_named() -> None:
         answer = stranger.message()
         assert isinstance(answer, Refused)
         assert answer.reason is Reason.VERSION_MISMATCH
-        assert "version 9 was offered, 1 is spoken here" in answer.detail
+        assert f"version 9 was offered, {wire.PROTOCOL_MAJOR} is spoken here" in answer.detail
         assert a.node.refusals() == {Reason.VERSION_MISMATCH: 1}
 
 
@@ -191,7 +192,7 @@ def test_a_later_minor_version_may_add_fields() -> None:
         colour: str
 
     with Party("a") as a, Stranger.connect(a.listen()) as later:
-        hello = encode(LaterHello(1, 5, "worker", "x", 3, Rank(), bytes(32), "green"))
+        hello = encode(LaterHello(wire.PROTOCOL_MAJOR, 5, "worker", "x", 3, Rank(), bytes(32), "green"))
         later.send(hello)
         challenge = later.message()
         assert isinstance(challenge, Challenge)
@@ -301,7 +302,7 @@ def closed_port() -> int:
 
 
 def test_nothing_but_hello_comes_first() -> None:
-    message = Register("t", 1, 1, 0, 16, b"", b"", ((1,),), 16)
+    message = Register("t", 1, 1, 0, 16, b"", b"", (bytes(4),))
     with Party("a") as a:
         address = a.listen()
         for first in (message, Done(1, 1), Refused(Reason.SHUTDOWN, "")):

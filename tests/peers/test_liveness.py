@@ -136,7 +136,7 @@ def test_a_peer_that_does_not_read_costs_a_bounded_queue(monkeypatch: pytest.Mon
         stranger.prove(STRANGER)
         assert isinstance(stranger.message(), Welcome)
         connection = a.wait(Up).connection
-        message = Freed(Rank(), ("x" * 100_000,))
+        message = Freed(Rank(), (("x" * 100_000, 0),))
         sent = 0
         while a.node.send(connection, message):
             sent += 1
@@ -155,7 +155,7 @@ def test_a_peer_that_reads_slowly_gets_everything(monkeypatch: pytest.MonkeyPatc
         stranger.message()
         connection = a.wait(Up).connection
         for number in range(200):
-            assert a.node.send(connection, Freed(Rank(tp=number), ("x" * 100_000,)))
+            assert a.node.send(connection, Freed(Rank(tp=number), (("x" * 100_000, 0),)))
         for number in range(200):
             got = stranger.message()
             assert isinstance(got, Freed)
@@ -166,7 +166,7 @@ def test_a_message_that_no_peer_would_take_is_the_senders_error() -> None:
     with Party("a") as a, Party("b") as b:
         here, _ = connect(a, b)
         with pytest.raises(WireError, match=r"Freed takes 170000\d\d bytes; the limit is 16777216"):
-            a.node.send(here.connection, Freed(Rank(), ("x" * 17_000_000,)))
+            a.node.send(here.connection, Freed(Rank(), (("x" * 17_000_000, 0),)))
         assert a.node.send(here.connection, Done(1, 1))
         b.wait(Received)
 

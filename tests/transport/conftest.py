@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import pytest
 
 from neuron_pushkv.fabric import discovery
 from neuron_pushkv.transport.base import Transport
-from neuron_pushkv.transport.fabric import FabricTransport
 from neuron_pushkv.transport.fates import Delay, Depth, Reorder
 from neuron_pushkv.transport.faults import FaultyTransport
 from neuron_pushkv.transport.loopback import LoopbackNetwork
-from tests.transport.side import FarSide, NearSide, Window
+from neuron_pushkv.transport.nixl.agent import PACKAGES
+from tests.transport.side import FarSide, NearSide, Options, Window, open_transport
 
 FIND_SYSTEM_LIBRARY = """
 import ctypes
@@ -62,11 +63,29 @@ class Kind:
 
     name: str
     provider: str
+    options: Options = ()
 
 
 LOOPBACK_KINDS = [Kind(name, "loopback") for name in ("loopback", "loopback-unordered", "loopback-faulty")]
-FABRIC_KINDS = [Kind("tcp", "tcp"), Kind("shm", "shm")]
-KINDS = FABRIC_KINDS if OTHER_LIBRARY in os.environ else LOOPBACK_KINDS + FABRIC_KINDS
+# Several rails, and memory that takes several registrations; 3 MiB make parts of 2 MiB.
+IN_PARTS: Options = (("rails", 3), ("most_registered", 3 << 20))
+FABRIC_KINDS = [
+    Kind("tcp", "tcp"),
+    Kind("shm", "shm"),
+    Kind("tcp-rails", "tcp", IN_PARTS),
+    Kind("shm-rails", "shm", IN_PARTS),
+]
+if OTHER_LIBRARY in os.environ:
+    FABRIC_KINDS = FABRIC_KINDS[:2]  # rails have tests of their own, in test_rails.py
+RAIL_KINDS = [kind for kind in FABRIC_KINDS if kind.options]
+NIXL = pytest.param(
+    Kind("nixl", "nixl/UCX"),
+    marks=pytest.mark.skipif(
+        not any(find_spec(name) for name in PACKAGES), reason="needs NIXL: pip install --no-deps nixl-cu12"
+    ),
+)
+PROCESS_KINDS = FABRIC_KINDS if OTHER_LIBRARY in os.environ else [*FABRIC_KINDS, NIXL]
+KINDS = FABRIC_KINDS if OTHER_LIBRARY in os.environ else [*LOOPBACK_KINDS, *PROCESS_KINDS]
 
 
 @dataclass
@@ -104,11 +123,11 @@ class FarSides:
     def get(self, kind: Kind) -> FarSide:
         side = self._sides.pop(kind.name, None)
         if side is not None and side.process.poll() is None:
-            side.reopen(kind.provider, first_library())
+            side.reopen(kind.provider, first_library(), kind.options)
         else:
             if side is not None:
                 side.end()
-            side = FarSide(kind.provider, first_library())
+            side = FarSide(kind.provider, first_library(), kind.options)
         self._sides[kind.name] = side
         return side
 
@@ -130,7 +149,7 @@ def near_transport(kind: Kind, network: LoopbackNetwork) -> Transport:
         return FaultyTransport(network.transport(), Delay(0, 0.003, share=0.2), Reorder(), Depth(64))
     if kind.provider == "loopback":
         return network.transport()
-    return FabricTransport(kind.provider, first_library())
+    return open_transport(kind.provider, first_library(), kind.options)
 
 
 def make_pair(kind: Kind, far_sides: FarSides) -> Iterator[Pair]:
@@ -150,7 +169,7 @@ def pair(request: pytest.FixtureRequest, far_sides: FarSides) -> Iterator[Pair]:
     yield from make_pair(request.param, far_sides)
 
 
-@pytest.fixture(params=FABRIC_KINDS, ids=lambda kind: kind.name)
+@pytest.fixture(params=PROCESS_KINDS, ids=lambda kind: kind.name)
 def process_pair(request: pytest.FixtureRequest, far_sides: FarSides) -> Iterator[Pair]:
     """A connected pair whose far side is a process that may be stopped or killed."""
     yield from make_pair(request.param, far_sides)

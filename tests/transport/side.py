@@ -7,7 +7,6 @@ or killed.
 
 from __future__ import annotations
 
-import array
 import ctypes
 import os
 import signal
@@ -19,15 +18,38 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from neuron_pushkv.device.base import Memory, ReadyWord
-from neuron_pushkv.transport.base import Event, Product, Registration, Span, Ticket, Transport, TransportCounters
+from neuron_pushkv.transport.base import (
+    Event,
+    Product,
+    Registration,
+    Span,
+    SpanTable,
+    Table,
+    Ticket,
+    Transport,
+    TransportCounters,
+)
 
 BUFFER = 8 << 20
 PATIENCE = 20.0
 """Seconds until a test gives up on something that should happen at once."""
 
-Window = tuple[int, int, int]
-"""What a peer must know of a side's buffer: remote address of its start, key, length."""
+Window = bytes
+"""What a peer must know of a side's buffer: its registration's description."""
+
+Options = tuple[tuple[str, Any], ...]
+"""Named arguments of :class:`FabricTransport`."""
+
+Run = tuple[int, int, int]
+"""Offset in our buffer, offset in the other's, length."""
+
+
+def table(runs: Sequence[Run]) -> Table:
+    """As a product wants them."""
+    return np.array(runs, dtype=np.uint64).reshape(-1, 3)
 
 
 class NearSide:
@@ -40,13 +62,14 @@ class NearSide:
         self.registration: Registration = transport.register(Memory(self.start, size))
         self.ready_word = ctypes.c_uint32(0)
         self.seen: list[Event] = []
+        self.targets: dict[tuple[int, Window], int] = {}
 
     @property
     def view(self) -> memoryview:
         return memoryview(self.buffer).cast("B")
 
     def window(self) -> Window:
-        return self.registration.remote_address(self.start), self.registration.key, len(self.buffer)
+        return self.registration.description
 
     def read(self, offset: int, length: int) -> bytes:
         return bytes(self.view[offset : offset + length])
@@ -88,23 +111,24 @@ class NearSide:
     def close(self) -> None:
         self.transport.close()
 
-    def span(self, window: Window, local: int = 0, remote: int = 0) -> Span:
-        """From ``local`` in our buffer to ``remote`` in the other's."""
-        return Span(self.registration, self.start + local, window[0] + remote, window[1])
+    def target(self, peer: int, window: Window) -> int:
+        """Attached when it is first needed."""
+        if (peer, window) not in self.targets:
+            self.targets[peer, window] = self.transport.attach(peer, window)
+        return self.targets[peer, window]
 
-    def product(self, window: Window, runs: Sequence[tuple[int, int, int]]) -> Product:
-        """Runs are (offset in our buffer, offset in the other's, length)."""
-        return Product([self.span(window)], array.array("Q", [number for run in runs for number in run]))
+    def span(self, peer: int, window: Window, local: int = 0, remote: int = 0) -> Span:
+        """From ``local`` in our buffer to ``remote`` in the other's."""
+        return Span(self.registration, self.start + local, self.target(peer, window), remote)
+
+    def product(self, peer: int, window: Window, runs: Sequence[Run]) -> Product:
+        """One span, from start to start."""
+        return Product(SpanTable([self.span(peer, window)]), table(runs))
 
     def write(
-        self,
-        peer: int,
-        window: Window,
-        runs: Sequence[tuple[int, int, int]],
-        immediate: int,
-        ready: ReadyWord | None = None,
+        self, peer: int, window: Window, runs: Sequence[Run], immediate: int, ready: ReadyWord | None = None
     ) -> Ticket:
-        return self.transport.write(peer, [self.product(window, runs)], immediate, ready)
+        return self.transport.write(peer, [self.product(peer, window, runs)], immediate, ready)
 
     def hold(self, value: int = 1) -> ReadyWord:
         """A ready word that is not reached until :meth:`release`."""
@@ -137,7 +161,7 @@ def eventually(condition: Callable[[], bool], what: str, patience: float = PATIE
 class FarSide:
     """A side in a process of its own. Has the methods of :class:`NearSide` whose arguments can travel."""
 
-    def __init__(self, provider: str, library: Path | None) -> None:
+    def __init__(self, provider: str, library: Path | None, options: Options) -> None:
         self._pipe, theirs = Pipe()
         with theirs:
             self.process = subprocess.Popen(
@@ -145,11 +169,11 @@ class FarSide:
                 pass_fds=[theirs.fileno()],
                 cwd=Path(__file__).parents[2],
             )
-        self.reopen(provider, library)
+        self.reopen(provider, library, options)
 
-    def reopen(self, provider: str, library: Path | None) -> None:
+    def reopen(self, provider: str, library: Path | None, options: Options) -> None:
         """Close the transport in there, if any, and open another."""
-        self._call("reopen", provider, library)
+        self._call("reopen", provider, library, options)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         self._pipe.send((name, arguments))
@@ -191,10 +215,19 @@ class FarSide:
                 self.kill()
 
 
-def serve(pipe: Connection) -> None:
-    """Carry out what comes through ``pipe`` until it is closed."""
+def open_transport(provider: str, library: Path | None = None, options: Options = ()) -> Transport:
+    """The transport of that provider; ``library`` and ``options`` are libfabric's."""
+    if provider.startswith("nixl/"):
+        from neuron_pushkv.transport.nixl import NixlTransport
+
+        return NixlTransport(provider.removeprefix("nixl/"))
     from neuron_pushkv.transport.fabric import FabricTransport
 
+    return FabricTransport(provider, library, **dict(options))
+
+
+def serve(pipe: Connection) -> None:
+    """Carry out what comes through ``pipe`` until it is closed."""
     side: NearSide | None = None
     while True:
         try:
@@ -205,7 +238,7 @@ def serve(pipe: Connection) -> None:
             if name == "reopen":
                 if side is not None:
                     side.close()
-                side = NearSide(FabricTransport(*arguments))
+                side = NearSide(open_transport(*arguments))
                 answer = None
             else:
                 answer = getattr(side, name)(*arguments)

@@ -102,8 +102,10 @@ def test_after_a_fence_the_target_may_be_used_again(pair: Pair) -> None:
     near.fill(0, b"\x01" * BUFFER)
     far.fill(0, bytes(BUFFER))
     half = BUFFER // 2
-    runs = [(i * PAGE, i * PAGE, PAGE) for i in range(half // PAGE)]
-    tickets = [near.write(pair.ours, pair.window, runs * 20, immediate(1, 0)) for _ in range(2)]
+    product = near.product(pair.ours, pair.window, [(i * PAGE, i * PAGE, PAGE) for i in range(half // PAGE)] * 20)
+    # The last two must not be through before the fence has cut in, for which NIXL waits until there is a gap.
+    many = 20 if pair.kind.name == "nixl" else 2
+    tickets = [near.transport.write(pair.ours, [product], immediate(1, 0)) for _ in range(many)][-2:]
     eventually(lambda: far.read(0, 1) == b"\x01", "something has arrived")
     far.fence(pair.theirs)
     far.fill(0, bytes(BUFFER))
@@ -113,8 +115,8 @@ def test_after_a_fence_the_target_may_be_used_again(pair: Pair) -> None:
     eventually(lambda: far.read(half, 1) == b"\x01", "another pair still works")
     assert far.read(0, half) == bytes(half)
     near.fence(pair.ours)
-    ended = near.events(3, ENDED)
-    assert {event.ticket for event in ended if isinstance(event, Failed)} == {ticket.id for ticket in tickets}
+    ended = near.events(many + 1, ENDED)
+    assert {event.ticket for event in ended if isinstance(event, Failed)} >= {ticket.id for ticket in tickets}
 
 
 def test_an_endpoint_that_is_gone_is_never_written_to(pair: Pair) -> None:
@@ -122,6 +124,10 @@ def test_an_endpoint_that_is_gone_is_never_written_to(pair: Pair) -> None:
     ours, _ = near.open_peer()
     theirs, their_address = far.open_peer()
     far.fence(theirs)
+    if pair.kind.name == "nixl":
+        with pytest.raises(TransportError, match="can't use the peer's address"):
+            near.connect(ours, their_address)  # It says so at once.
+        return
     near.connect(ours, their_address)
     ticket = near.write(ours, pair.window, [(0, 0, 64)] * 10, immediate(1, 0))
     good = near.write(pair.ours, pair.window, [(0, 0, 64)] * 10, immediate(1, 0))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import array
 import random
 import threading
 
 import pytest
 
-from neuron_pushkv.transport.base import Arrived, Failed, Product, Written, immediate
+from neuron_pushkv.transport.base import Arrived, Failed, Product, SpanTable, Written, immediate
 from tests.transport.conftest import Pair
-from tests.transport.side import BUFFER, PATIENCE, eventually
+from tests.transport.side import BUFFER, PATIENCE, eventually, table
 
 PAGE = 4096
 ENDED = (Written, Failed)
@@ -33,16 +32,16 @@ def test_bytes_and_counts_are_exact_over_many_regions_and_runs(pair: Pair) -> No
     pages = region // PAGE
     sources, targets = rng.sample(range(pages), 24), rng.sample(range(pages), 24)
     lengths = [rng.choice((1, 3, 64, 100, 1000, PAGE)) for _ in sources]
-    runs = array.array("Q")
-    for source, target, length in zip(sources, targets, lengths, strict=True):
-        runs.extend((source * PAGE, target * PAGE, length))
+    runs = [
+        (source * PAGE, target * PAGE, length) for source, target, length in zip(sources, targets, lengths, strict=True)
+    ]
     spans = []
     for index, other in enumerate(rng.sample(range(regions), regions)):
-        spans.append(near.span(pair.window, index * region, other * region))
+        spans.append(near.span(pair.ours, pair.window, index * region, other * region))
         for source, target, length in zip(sources, targets, lengths, strict=True):
             place = other * region + target * PAGE
             expected[place : place + length] = data[index * region + source * PAGE :][:length]
-    product = Product(spans, runs)
+    product = Product(SpanTable(spans), table(runs))
 
     far.expect(5, 9)
     far.goal(5, 9, product.writes)
@@ -61,7 +60,7 @@ def test_a_batch_of_several_products_is_one_ticket(pair: Pair) -> None:
     near, far = pair.near, pair.far
     near.fill(0, pattern(3, 64 * PAGE))
     far.expect(0, 0)
-    products = [near.product(pair.window, [(i * PAGE, (63 - i) * PAGE, PAGE)]) for i in range(64)]
+    products = [near.product(pair.ours, pair.window, [(i * PAGE, (63 - i) * PAGE, PAGE)]) for i in range(64)]
     ticket = near.transport.write(pair.ours, products, immediate(0, 0))
     assert near.events(1, ENDED) == [Written(ticket.id)]
     eventually(lambda: far.count(0, 0) == ticket.writes == 64, "all counted")

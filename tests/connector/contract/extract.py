@@ -19,16 +19,23 @@ from typing import Any
 
 V1 = "distributed/kv_transfer/kv_connector/v1"
 CLASSES = {
-    f"{V1}/base.py": ["KVConnectorBase_V1", "KVConnectorTransferResults"],
+    f"{V1}/base.py": ["KVConnectorBase_V1", "KVConnectorTransferResults", "SupportsHMA"],
     f"{V1}/metrics.py": ["KVConnectorStats", "KVConnectorPromMetrics"],
     "distributed/kv_transfer/kv_connector/factory.py": ["KVConnectorFactory"],
     "distributed/parallel_state.py": ["GroupCoordinator"],
     "v1/core/sched/output.py": ["SchedulerOutput", "NewRequestData", "CachedRequestData", "KVConnectorBlockState"],
     "v1/core/block_pool.py": ["BlockPool"],
     "v1/core/kv_cache_manager.py": ["KVCacheBlocks"],
+    "v1/core/kv_cache_utils.py": ["KVCacheBlock"],
     "v1/outputs.py": ["KVConnectorOutput"],
     "v1/request.py": ["Request"],
-    "v1/kv_cache_interface.py": ["KVCacheConfig", "KVCacheGroupSpec", "FullAttentionSpec", "UniformTypeKVCacheSpecs"],
+    "v1/kv_cache_interface.py": [
+        "KVCacheConfig",
+        "KVCacheGroupSpec",
+        "FullAttentionSpec",
+        "SlidingWindowSpec",
+        "UniformTypeKVCacheSpecs",
+    ],
     "config/kv_transfer.py": ["KVTransferConfig"],
     "config/parallel.py": ["ParallelConfig"],
     "config/cache.py": ["CacheConfig"],
@@ -42,7 +49,7 @@ CLASSES = {
     "v1/attention/backends/cpu_attn.py": ["CPUAttentionBackendImpl", "CPUAttentionMetadataBuilder"],
 }
 """Where the classes are whose members the connector uses, in every version."""
-HOOKS = ("KVConnectorBase_V1", "KVConnectorStats", "KVConnectorPromMetrics", "KVConnectorFactory")
+HOOKS = ("KVConnectorBase_V1", "SupportsHMA", "KVConnectorStats", "KVConnectorPromMetrics", "KVConnectorFactory")
 """Classes whose methods' arguments matter too."""
 
 

@@ -87,7 +87,7 @@ _SHOWN: dict[str, Callable[..., dict[str, Any]]] = {
     },
     "build_connector_meta": _shown_output,
     "update_connector_output": lambda self, finished: {"finished": sorted(finished)},
-    "request_finished": lambda self, request, blocks: {"request": request.request_id, "blocks": list(blocks)},
+    "request_finished": lambda self, request, tables: {"request": request.request_id, "blocks": list(tables[0])},
 }
 
 

@@ -33,7 +33,7 @@ class Home:
         self._listening = Listening(rank, *listening, provider, library)
         self._connection: int | None = None
         self._retry_at: float | None = None
-        self._freed: deque[str] = deque(maxlen=REPEATED_REQUESTS)
+        self._freed: deque[tuple[str, int]] = deque(maxlen=REPEATED_REQUESTS)
         self._last_failure = ""
 
     def open(self) -> None:
@@ -47,6 +47,10 @@ class Home:
         self._node.send(connection, self._listening)
         if self._freed:
             self._node.send(connection, Freed(self._rank, tuple(self._freed)))
+
+    def is_line(self, connection: int) -> bool:
+        """Whether that connection is it."""
+        return connection == self._connection
 
     def down(self, connection: int) -> None:
         """Some connection has ended; if it was this one, another follows."""
@@ -70,8 +74,8 @@ class Home:
         elif self._retry_at <= now:
             self.open()
 
-    def freed(self, request: str) -> None:
-        """Nothing reads that request's kept blocks any more."""
-        self._freed.append(request)
+    def freed(self, request: str, asked: int) -> None:
+        """Nothing reads that request's kept blocks any more; ``asked`` as in :class:`~neuron_pushkv.wire.Freed`."""
+        self._freed.append((request, asked))
         if self._connection is not None:
-            self._node.send(self._connection, Freed(self._rank, (request,)))
+            self._node.send(self._connection, Freed(self._rank, ((request, asked),)))
