@@ -12,8 +12,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from neuron_pushkv import home
 from neuron_pushkv.config import ConnectorSettings
+from neuron_pushkv.contacts import home
 from neuron_pushkv.ledger import sources
 from neuron_pushkv.orders import Intent, Release, Remote, StepOrders
 from neuron_pushkv.transport.base import Transport

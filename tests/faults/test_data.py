@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from neuron_pushkv import home
+from neuron_pushkv.contacts import home
 from neuron_pushkv.errors import Reason
 from neuron_pushkv.ledger import sources
 from neuron_pushkv.ledger.slots import RESTING, SlotTable

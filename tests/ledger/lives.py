@@ -106,10 +106,14 @@ class Lives(RuleBasedStateMachine):
             self.world.sender(rank, self.world.outbound[rank].advance_layer(order, layer, self.world.now))
 
     def repeat(self, name: str) -> None:
-        """What has been pushed of that source may be pushed again."""
+        """What is being pushed of that source may be pushed again, and so may layers that have gone ahead of others."""
         for rank in RANKS:
-            for ticket in self.reading(rank, name):
-                self.world.repeats.add(ticket.write.key)
+            outbound = self.world.outbound[rank]
+            self.world.repeats |= {ticket.write.key for ticket in self.reading(rank, name)}
+            source = outbound._sources.get(name)
+            for key in source.active if source is not None else ():
+                if any(track.ahead for track in outbound._deliveries[key].tracks):
+                    self.world.repeats.add(key)
 
     def reading(self, rank: int, name: str) -> list[Ticket]:
         return self.world.reads(rank, [block for table in self.world.tables[name] for block in table])
