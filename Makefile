@@ -30,7 +30,7 @@ test-fast: setup ## the tests that start no vLLM
 soak: setup ## two engines under random trouble for SOAK_SECONDS (600); a failure names its seed, SOAK_SEED repeats it
 	$(RUN) tests.soak --seconds $(SOAK_SECONDS) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
 
-bench: setup ## KV transfers between processes of this machine beside NIXL and memcpy, about 4 minutes; rows go to BENCH_FILE
+bench: setup ## KV transfers between processes of this machine beside NIXL and memcpy, about 3 minutes; rows go to BENCH_FILE
 	@mkdir -p $(dir $(BENCH_FILE))
 	$(RUN) benchmarks.transfer --json $(BENCH_FILE)
 
