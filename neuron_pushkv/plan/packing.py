@@ -254,7 +254,7 @@ def choose(
     """
     plan = PairPlan(ours, theirs, heads, registrations, remote)
     smallest = plan.facts.smallest_write
-    if not smallest or smallest >= min(smallest_write_bytes, _together(ours, registrations)):
+    if not smallest or smallest >= smallest_write_bytes or smallest >= _together(ours, registrations):
         return plan
     elsewhere = {registration.memory.kind for registration in registrations} - {MemoryKind.HOST}
     if elsewhere:
