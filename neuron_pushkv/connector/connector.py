@@ -97,7 +97,8 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_cache_config,
             caches.Shard(rank.tp, parallel.tensor_parallel_size, heads),
         )
-        accelerator = accelerator_for(next(iter(kv_caches.values())).device.type)
+        device = next(iter(kv_caches.values())).device
+        accelerator = accelerator_for(device.type, -1 if device.index is None else device.index)
         settings = self._settings
         memory = caches.storages(kv_caches, accelerator)
         transport = open_transport(settings, accelerator, memory)

@@ -1,0 +1,49 @@
+"""Ready words for devices whose steps are waited for by a thread of ours."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import numpy as np
+
+from neuron_pushkv.device.base import ReadyWord
+
+logger = logging.getLogger(__name__)
+
+
+class StepWord:
+    """A word in host memory that counts finished steps. One thread waits for them, in the order they were launched."""
+
+    def __init__(self, name: str) -> None:
+        self._word = np.zeros(1, dtype=np.uint32)
+        self._marked = 0
+        self._steps: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"pushkv-{name}-steps", daemon=True)
+        self._thread.start()
+
+    def mark(self, wait: Callable[[], None]) -> ReadyWord:
+        """``wait`` returns, without the GIL meanwhile, when what has been launched so far has finished.
+
+        If it raises, neither this step nor any later one is ever ready: nothing that it may have computed is pushed,
+        and its transfers end by their deadlines.
+        """
+        self._marked += 1
+        self._steps.put(wait)
+        return ReadyWord(self._word.ctypes.data, self._marked & 0xFFFFFFFF)
+
+    def _run(self) -> None:
+        while (wait := self._steps.get()) is not None:
+            try:
+                wait()
+            except Exception:
+                logger.exception("a step of the device has failed: nothing that it or later ones compute is pushed")
+                return
+            self._word += np.uint32(1)
+
+    def close(self) -> None:
+        """Waits for the steps that were marked. Idempotent."""
+        self._steps.put(None)
+        self._thread.join()
