@@ -8,6 +8,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 import numpy as np
+from numpy.typing import NDArray
 
 from neuron_pushkv.device.base import ReadyWord
 
@@ -18,13 +19,13 @@ class StepWord:
     """A word in host memory that counts finished steps. One thread waits for them, in the order they were launched."""
 
     def __init__(self, name: str) -> None:
-        self._word = np.zeros(1, dtype=np.uint32)
+        self._word: NDArray[np.uint32] = np.zeros(1, dtype=np.uint32)
         self._marked = 0
-        self._steps: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._steps: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"pushkv-{name}-steps", daemon=True)
         self._thread.start()
 
-    def mark(self, wait: Callable[[], None]) -> ReadyWord:
+    def mark(self, wait: Callable[[], object]) -> ReadyWord:
         """``wait`` returns, without the GIL meanwhile, when what has been launched so far has finished.
 
         If it raises, neither this step nor any later one is ever ready: nothing that it may have computed is pushed,

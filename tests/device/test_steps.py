@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+from functools import partial
 
 import pytest
 
@@ -20,8 +21,8 @@ def test_steps_become_ready_in_order() -> None:
     first, second = threading.Event(), threading.Event()
     steps = StepWord("test")
     words = [
-        steps.mark(lambda: None if first.wait(10) else None),
-        steps.mark(lambda: None if second.wait(10) else None),
+        steps.mark(partial(first.wait, 10)),
+        steps.mark(partial(second.wait, 10)),
     ]
     assert [word.value for word in words] == [1, 2]
     second.set()
