@@ -1,0 +1,77 @@
+"""When the KV of a step is in device memory.
+
+libnrt can't say it of work that somebody else has launched: ``nrta_get_sequence`` names the request that *completed*
+last (``nrt_async.h``), so waiting for it waits for nothing, and the number of a request is known only to whoever
+scheduled it. One event can be registered for a request, so taking it would leave the framework waiting for ever. So
+the framework is asked, by what PyTorch for Neuron documents:
+
+- ``torch.neuron.Event``: recorded behind what has been launched, and asked until it has happened.
+- ``torch.neuron.synchronize``: waits for what has been launched, and maybe for more.
+
+Where there is neither (the small PyTorch that vllm-neuron 0.21 and later run on), a step counts as finished when vLLM
+has its outputs: see ``knows_steps`` of :class:`~neuron_pushkv.device.base.Accelerator`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from neuron_pushkv.device.base import ReadyWord
+from neuron_pushkv.device.steps import StepWord
+from neuron_pushkv.errors import DeviceError
+
+EVENT, SYNCHRONIZE, OUTPUTS = "torch.neuron.Event", "torch.neuron.synchronize", "the outputs that vLLM has got"
+_PAUSE = 0.0002
+"""Seconds between two questions whether a step has finished, which takes milliseconds."""
+
+
+class Steps:
+    """Marks steps on behalf of the framework that launches them, if it is loaded and can say when they end."""
+
+    def __init__(self) -> None:
+        self._word: StepWord | None = None
+        self._closing = threading.Event()
+
+    @property
+    def told_by(self) -> str:
+        """:data:`EVENT`, :data:`SYNCHRONIZE`, or :data:`OUTPUTS` if nothing here can tell."""
+        neuron = _torch_neuron()
+        if hasattr(neuron, "Event"):
+            return EVENT
+        return SYNCHRONIZE if hasattr(neuron, "synchronize") else OUTPUTS
+
+    def mark(self) -> ReadyWord | None:
+        """A word for what has been launched so far; ``None`` if that has finished. Raises :class:`DeviceError` where
+        nothing can tell."""
+        match self.told_by:
+            case "torch.neuron.Event":
+                event = _torch_neuron().Event()
+                event.record()
+                return None if event.query() else self._mark(lambda: self._until(event.query))
+            case "torch.neuron.synchronize":
+                return self._mark(_torch_neuron().synchronize)
+        raise DeviceError("nothing in this process can tell when a step of a Neuron core has finished")
+
+    def _mark(self, wait: Callable[[], object]) -> ReadyWord:
+        if self._word is None:
+            self._word = StepWord("neuron")
+        return self._word.mark(wait)
+
+    def _until(self, happened: Callable[[], bool]) -> None:
+        while not happened():
+            if self._closing.wait(_PAUSE):
+                raise DeviceError("a step had not finished when its accelerator was closed")
+
+    def close(self) -> None:
+        """Steps that have not finished never will. Idempotent."""
+        self._closing.set()
+        if self._word is not None:
+            self._word.close()
+
+
+def _torch_neuron() -> Any:
+    """``torch.neuron``, if PyTorch for Neuron has been imported: importing it here might claim the device."""
+    return getattr(sys.modules.get("torch"), "neuron", None)
