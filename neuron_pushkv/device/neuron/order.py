@@ -60,7 +60,7 @@ def unmapped() -> str:
 
 
 def visible_cores() -> list[int]:
-    """Numbers on this machine of the cores that this process sees, as far as the environment says: "0,4-6" is 4 cores."""
+    """The machine's numbers of the cores that this process sees, if the environment says: "0,4-6" names four."""
     cores: list[int] = []
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", os.environ.get(VISIBLE_CORES, "")):
         cores.extend(range(int(first), int(last or first) + 1))

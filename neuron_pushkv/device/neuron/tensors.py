@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import mmap
 import threading
 from dataclasses import dataclass
 from itertools import groupby
@@ -29,7 +28,7 @@ class Slab:
     tensor: Any
     whole: Any = None
     """What ``tensor`` is a slice of."""
-    place: mmap.mmap | None = None
+    place: maps.Place | None = None
     """Holds the address of memory that has none of its own."""
 
 
@@ -71,9 +70,8 @@ class Tensors:
         address = self._address(tensor)
         if address:
             return Slab(address, length, True, tensor)
-        place = mmap.mmap(-1, length + SLAB_ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(place))
-        return Slab(-(-start // SLAB_ALIGNMENT) * SLAB_ALIGNMENT, length, False, tensor, place=place)
+        place = maps.Place(length, SLAB_ALIGNMENT)
+        return Slab(place.address, length, False, tensor, place=place)
 
     def _slice(self, whole: Any, room: int, length: int) -> Slab:
         offset = -self._address(whole) % SLAB_ALIGNMENT
@@ -101,6 +99,8 @@ class Tensors:
         self._library.c.nrt_tensor_free(slab.tensor)
         if slab.whole is not None:
             self._library.c.nrt_tensor_free(slab.whole)
+        if slab.place is not None:
+            slab.place.close()
 
     def close(self) -> None:
         """Free all."""
