@@ -22,6 +22,7 @@ from neuron_pushkv.connector.metadata import PushKVMetadata
 from neuron_pushkv.connector.parameters import AllowedHosts
 from neuron_pushkv.connector.parking import Parking
 from neuron_pushkv.connector.plugin import follow_vllm_log
+from neuron_pushkv.connector.ranks import position
 from neuron_pushkv.connector.scheduler import SchedulerSide
 from neuron_pushkv.connector.stats import PushKVMetrics, PushKVStats
 from neuron_pushkv.connector.worker import WorkerSide
@@ -30,7 +31,6 @@ from neuron_pushkv.directory import Directory
 from neuron_pushkv.engine import PushEngine
 from neuron_pushkv.errors import ConfigError
 from neuron_pushkv.transport.choosing import open_transport
-from neuron_pushkv.wire import Rank
 
 _WHERE = "kv_connector_extra_config"
 
@@ -86,18 +86,17 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """The cache is allocated: register its memory with the network and listen for peers."""
-        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-
-        parallel = self._vllm_config.parallel_config
-        rank = Rank(parallel.data_parallel_index, get_pp_group().rank_in_group, get_tp_group().rank_in_group)
+        place = position(self._vllm_config)
+        rank = place.rank
         heads = self._vllm_config.model_config.get_total_num_kv_heads()
         layout = caches.describe(
             kv_caches,
             self._vllm_config.compilation_config.static_forward_context,
             self._kv_cache_config,
-            caches.Shard(rank.tp, parallel.tensor_parallel_size, heads),
+            caches.Shard(rank.tp, place.tp_size, heads),
+            packs_keys=compat.packs_keys(self._vllm_config),
         )
-        device = next(iter(kv_caches.values())).device
+        device = caches.device_of(kv_caches)
         accelerator = accelerator_for(device.type, -1 if device.index is None else device.index)
         settings = self._settings
         memory = caches.storages(kv_caches, accelerator)
@@ -113,7 +112,7 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
             transport=transport,
             accelerator=accelerator,
             directory=(settings.host, self._port),
-            sizes=(parallel.pipeline_parallel_size, parallel.tensor_parallel_size),
+            sizes=(place.pp_size, place.tp_size),
         )
         about = {"provider": transport.provider, "library": transport.library}
         self._worker = WorkerSide(engine, leads=(rank.pp, rank.tp) == (0, 0), about=about)
