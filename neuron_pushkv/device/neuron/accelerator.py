@@ -9,7 +9,7 @@ from neuron_pushkv.device.neuron import maps, order
 from neuron_pushkv.device.neuron.declarations import ffi
 from neuron_pushkv.device.neuron.runtime import NeuronFacts, Runtime
 from neuron_pushkv.device.neuron.status import RESOURCE, SUCCESS, error_for
-from neuron_pushkv.device.neuron.steps import OUTPUTS, Steps
+from neuron_pushkv.device.neuron.steps import Steps
 from neuron_pushkv.device.neuron.tensors import Tensors
 from neuron_pushkv.errors import DeviceError
 
@@ -47,11 +47,6 @@ class NeuronAccelerator:
         self._index = index
         self._tensors = Tensors(self._runtime.library, self._vnc)
         self._steps = Steps()
-
-    @property
-    def knows_steps(self) -> bool:
-        """Whether :meth:`mark_step` can tell when a step has finished."""
-        return self._steps.told_by != OUTPUTS
 
     def describe(self, address: int, length: int) -> Memory:
         """Raises :class:`DeviceError` for an address of 0, and for one that is not mapped here."""
@@ -126,8 +121,12 @@ class NeuronAccelerator:
         each = self._runtime.count("nrt_get_total_vnc_count") // devices if devices else 0
         return self._runtime.host_device(core // each) if each else max(self._index, 0)
 
+    def begin_step(self, step: int, ended: int) -> None:
+        """Told by the connector, for :meth:`mark_step`."""
+        self._steps.begin(step, ended)
+
     def mark_step(self) -> ReadyWord | None:
-        """By what PyTorch for Neuron offers. Raises :class:`DeviceError` unless :attr:`knows_steps`."""
+        """By what PyTorch for Neuron offers, or else by vLLM's having the step's outputs."""
         return self._steps.mark()
 
     def read(self, copies: Copies) -> None:

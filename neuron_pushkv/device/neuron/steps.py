@@ -8,8 +8,9 @@ the framework is asked, by what PyTorch for Neuron documents:
 - ``torch.neuron.Event``: recorded behind what has been launched, and asked until it has happened.
 - ``torch.neuron.synchronize``: waits for what has been launched, and maybe for more.
 
-Where there is neither (the small PyTorch that vllm-neuron 0.21 and later run on), a step counts as finished when vLLM
-has its outputs: see ``knows_steps`` of :class:`~neuron_pushkv.device.base.Accelerator`.
+Where there is neither (the small PyTorch that vllm-neuron 0.21 and later run on), a step has finished when vLLM has its
+outputs: with a connector every worker of vLLM's reads its own outputs back, which waits for the compiled graph, before
+the step's result is handed on (``AsyncNeuronModelRunnerOutput.get_output`` of vllm-neuron, vLLM's KVOutputAggregator).
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from neuron_pushkv.device.base import ReadyWord
 from neuron_pushkv.device.steps import StepWord
@@ -28,24 +32,45 @@ _PAUSE = 0.0002
 """Seconds between two questions whether a step has finished, which takes milliseconds."""
 
 
+class OutputWord:
+    """The number of the last step whose outputs vLLM has got."""
+
+    def __init__(self) -> None:
+        self._word: NDArray[np.uint32] = np.zeros(1, dtype=np.uint32)
+        self._step = 0
+
+    def begin(self, step: int, ended: int) -> None:
+        """Step number ``step`` begins, and vLLM has the outputs of all steps up to ``ended``."""
+        self._step = step
+        self._word[0] = ended & 0xFFFFFFFF
+
+    def mark(self) -> ReadyWord:
+        """Reached when vLLM has the outputs of the step that has begun last."""
+        return ReadyWord(self._word.ctypes.data, self._step & 0xFFFFFFFF)
+
+
 class Steps:
-    """Marks steps on behalf of the framework that launches them, if it is loaded and can say when they end."""
+    """Marks the steps that a framework launches, by the best sign there is that they have finished."""
 
     def __init__(self) -> None:
         self._word: StepWord | None = None
+        self._outputs = OutputWord()
         self._closing = threading.Event()
 
     @property
     def told_by(self) -> str:
-        """:data:`EVENT`, :data:`SYNCHRONIZE`, or :data:`OUTPUTS` if nothing here can tell."""
+        """:data:`EVENT`, :data:`SYNCHRONIZE` or :data:`OUTPUTS`."""
         neuron = _torch_neuron()
         if hasattr(neuron, "Event"):
             return EVENT
         return SYNCHRONIZE if hasattr(neuron, "synchronize") else OUTPUTS
 
+    def begin(self, step: int, ended: int) -> None:
+        """See :class:`~neuron_pushkv.device.base.HearsOutputs`."""
+        self._outputs.begin(step, ended)
+
     def mark(self) -> ReadyWord | None:
-        """A word for what has been launched so far; ``None`` if that has finished. Raises :class:`DeviceError` where
-        nothing can tell."""
+        """A word for what has been launched so far; ``None`` if that has finished."""
         match self.told_by:
             case "torch.neuron.Event":
                 event = _torch_neuron().Event()
@@ -53,7 +78,7 @@ class Steps:
                 return None if event.query() else self._mark(lambda: self._until(event.query))
             case "torch.neuron.synchronize":
                 return self._mark(_torch_neuron().synchronize)
-        raise DeviceError("nothing in this process can tell when a step of a Neuron core has finished")
+        return self._outputs.mark()
 
     def _mark(self, wait: Callable[[], object]) -> ReadyWord:
         if self._word is None:

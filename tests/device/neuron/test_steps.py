@@ -14,7 +14,6 @@ import pytest
 
 from neuron_pushkv.device.base import ReadyWord
 from neuron_pushkv.device.neuron.steps import EVENT, OUTPUTS, SYNCHRONIZE, Steps
-from neuron_pushkv.errors import DeviceError
 
 PATIENCE = 10.0
 
@@ -111,9 +110,26 @@ def test_closing_does_not_wait_for_a_step_that_never_finishes(
 
 
 @pytest.mark.parametrize("torch", [None, SimpleNamespace(), SimpleNamespace(neuron=SimpleNamespace())])
-def test_where_nobody_can_tell_that_is_said(monkeypatch: pytest.MonkeyPatch, torch: Any) -> None:
+def test_where_nobody_can_tell_a_step_has_finished_with_its_outputs(
+    monkeypatch: pytest.MonkeyPatch, torch: Any
+) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)
     steps = Steps()
     assert steps.told_by == OUTPUTS
-    with pytest.raises(DeviceError, match="when a step of a Neuron core has finished"):
-        steps.mark()
+    unasked = steps.mark()
+    assert unasked is not None
+    assert value(unasked) == unasked.value == 0
+    steps.begin(7, 5)
+    seventh = steps.mark()
+    steps.begin(8, 6)
+    eighth = steps.mark()
+    assert seventh is not None
+    assert eighth is not None
+    assert (seventh.value, eighth.value, value(seventh)) == (7, 8, 6)
+    steps.begin(9, 7)
+    assert value(seventh) == 7
+    steps.begin((1 << 32) + 3, (1 << 32) + 2)
+    wrapped = steps.mark()
+    assert wrapped is not None
+    assert (wrapped.value, value(wrapped)) == (3, 2)
+    steps.close()
