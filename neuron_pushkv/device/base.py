@@ -110,6 +110,5 @@ class HearsOutputs(Protocol):
     def begin_step(self, step: int, ended: int) -> None:
         """Step number ``step`` begins, and vLLM has the outputs of all steps up to ``ended``, of all workers.
 
-        By the thread that launches the work. Numbers grow by one; without a call they are 0, and steps count as
-        finished at once.
+        By the thread that launches the work. Numbers grow by one.
         """

@@ -171,6 +171,22 @@ static NRT_STATUS map(struct storage *storage) {
     return NRT_SUCCESS;
 }
 
+/* Device memory holds whatever was there before. */
+static bool littered(struct storage *storage) {
+    unsigned char litter[1 << 16];
+    memset(litter, 0xa5, sizeof litter);
+    for (size_t done = 0; done < storage->size;) {
+        size_t rest = storage->size - done;
+        ssize_t count = pwrite(storage->fd, litter, rest < sizeof litter ? rest : sizeof litter, (off_t)done);
+        if (count < 0 && errno == EINTR)
+            continue;
+        if (count <= 0)
+            return false;
+        done += (size_t)count;
+    }
+    return true;
+}
+
 static NRT_STATUS fill(struct storage *storage, nrt_tensor_placement_t placement, int vnc, size_t size) {
     storage->references = 1;
     storage->size = size;
@@ -184,7 +200,7 @@ static NRT_STATUS fill(struct storage *storage, nrt_tensor_placement_t placement
     if (storage->fd < 0)
         return NRT_RESOURCE;
     used[vnc] += size;
-    if (ftruncate(storage->fd, (off_t)size) != 0)
+    if (!littered(storage))
         return NRT_RESOURCE;
     return map_hbm ? map(storage) : NRT_SUCCESS;
 }

@@ -39,6 +39,8 @@ EXPORT NRT_STATUS nrt_get_dmabuf_fd_v2(uint64_t va, uint64_t size, int *fd, uint
 }
 #endif
 
+static int batch_calls, batches_seen;
+
 #ifndef OLD
 static NRT_STATUS move_all(const nrt_tensor_batch_t *batches, uint64_t num_batches, bool writes) {
     NRT_STATUS status = batches == NULL && num_batches > 0 ? NRT_INVALID : gate();
@@ -51,17 +53,17 @@ static NRT_STATUS move_all(const nrt_tensor_batch_t *batches, uint64_t num_batch
     return status;
 }
 
-static int batch_calls;
-
 EXPORT NRT_STATUS nrt_tensor_read_batch(const nrt_tensor_batch_t *batches, uint64_t num_batches, bool unsafe) {
     (void)unsafe;
     batch_calls++;
+    batches_seen += (int)num_batches;
     return move_all(batches, num_batches, false);
 }
 
 EXPORT NRT_STATUS nrt_tensor_write_batch(const nrt_tensor_batch_t *batches, uint64_t num_batches, bool unsafe) {
     (void)unsafe;
     batch_calls++;
+    batches_seen += (int)num_batches;
     return move_all(batches, num_batches, true);
 }
 
@@ -121,8 +123,6 @@ EXPORT NRT_STATUS nrt_get_version(nrt_version_t *ver, size_t size) {
     *ver = (nrt_version_t){.rt_major = 2, .rt_minor = 34, .rt_patch = 10, .rt_detail = "stand-in"};
     return NRT_SUCCESS;
 }
-#else
-static int batch_calls;
 #endif
 
 /* For tests only. */
@@ -143,6 +143,11 @@ EXPORT int fake_init_calls(void) {
 EXPORT int fake_batch_calls(void);
 EXPORT int fake_batch_calls(void) {
     return batch_calls;
+}
+
+EXPORT int fake_batches(void);
+EXPORT int fake_batches(void) {
+    return batches_seen;
 }
 
 EXPORT int fake_tensors(void);

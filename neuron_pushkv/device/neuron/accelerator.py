@@ -126,7 +126,8 @@ class NeuronAccelerator:
         self._steps.begin(step, ended)
 
     def mark_step(self) -> ReadyWord | None:
-        """By what PyTorch for Neuron offers, or else by vLLM's having the step's outputs."""
+        """By what PyTorch for Neuron offers, or else by vLLM's having the step's outputs. Raises :class:`DeviceError`
+        where there is neither."""
         return self._steps.mark()
 
     def read(self, copies: Copies) -> None:

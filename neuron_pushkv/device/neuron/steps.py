@@ -8,9 +8,10 @@ the framework is asked, by what PyTorch for Neuron documents:
 - ``torch.neuron.Event``: recorded behind what has been launched, and asked until it has happened.
 - ``torch.neuron.synchronize``: waits for what has been launched, and maybe for more.
 
-Where there is neither (the small PyTorch that vllm-neuron 0.21 and later run on), a step has finished when vLLM has its
-outputs: with a connector every worker of vLLM's reads its own outputs back, which waits for the compiled graph, before
-the step's result is handed on (``AsyncNeuronModelRunnerOutput.get_output`` of vllm-neuron, vLLM's KVOutputAggregator).
+Where there is neither, as under vllm-neuron since 0.21, whose small PyTorch documents nothing of the kind, a step has
+finished when vLLM has its outputs: with a connector every worker of vLLM's reads its own outputs back, which waits for
+the compiled graph, before the step's result is handed on (``AsyncNeuronModelRunnerOutput.get_output`` of vllm-neuron,
+``KVOutputAggregator`` of vLLM).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from neuron_pushkv.device.steps import StepWord
 from neuron_pushkv.errors import DeviceError
 
 EVENT, SYNCHRONIZE, OUTPUTS = "torch.neuron.Event", "torch.neuron.synchronize", "the outputs that vLLM has got"
+_SMALL_TORCH = "libtorch_neuronx_lite"
 _PAUSE = 0.0002
 """Seconds between two questions whether a step has finished, which takes milliseconds."""
 
@@ -37,7 +39,7 @@ class OutputWord:
 
     def __init__(self) -> None:
         self._word: NDArray[np.uint32] = np.zeros(1, dtype=np.uint32)
-        self._step = 0
+        self._step: int | None = None
 
     def begin(self, step: int, ended: int) -> None:
         """Step number ``step`` begins, and vLLM has the outputs of all steps up to ``ended``."""
@@ -45,7 +47,12 @@ class OutputWord:
         self._word[0] = ended & 0xFFFFFFFF
 
     def mark(self) -> ReadyWord:
-        """Reached when vLLM has the outputs of the step that has begun last."""
+        """Reached when vLLM has the outputs of the step that began last. Raises :class:`DeviceError` if none did."""
+        if self._step is None:
+            raise DeviceError(
+                "nothing tells when a step of a Neuron core has finished: use PyTorch with torch.neuron.Event, or vLLM "
+                "with PushKVConnector, which tells its accelerator of each step"
+            )
         return ReadyWord(self._word.ctypes.data, self._step & 0xFFFFFFFF)
 
 
@@ -60,7 +67,7 @@ class Steps:
     @property
     def told_by(self) -> str:
         """:data:`EVENT`, :data:`SYNCHRONIZE` or :data:`OUTPUTS`."""
-        neuron = _torch_neuron()
+        neuron = None if _SMALL_TORCH in sys.modules else _torch_neuron()
         if hasattr(neuron, "Event"):
             return EVENT
         return SYNCHRONIZE if hasattr(neuron, "synchronize") else OUTPUTS
@@ -70,7 +77,8 @@ class Steps:
         self._outputs.begin(step, ended)
 
     def mark(self) -> ReadyWord | None:
-        """A word for what has been launched so far; ``None`` if that has finished."""
+        """A word for what has been launched so far; ``None`` if that has finished. Raises :class:`DeviceError` where
+        there is no sign at all."""
         match self.told_by:
             case "torch.neuron.Event":
                 event = _torch_neuron().Event()

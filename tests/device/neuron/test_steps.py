@@ -14,6 +14,7 @@ import pytest
 
 from neuron_pushkv.device.base import ReadyWord
 from neuron_pushkv.device.neuron.steps import EVENT, OUTPUTS, SYNCHRONIZE, Steps
+from neuron_pushkv.errors import DeviceError
 
 PATIENCE = 10.0
 
@@ -109,16 +110,15 @@ def test_closing_does_not_wait_for_a_step_that_never_finishes(
     assert "had not finished when its accelerator was closed" in caplog.text
 
 
-@pytest.mark.parametrize("torch", [None, SimpleNamespace(), SimpleNamespace(neuron=SimpleNamespace())])
-def test_where_nobody_can_tell_a_step_has_finished_with_its_outputs(
-    monkeypatch: pytest.MonkeyPatch, torch: Any
+@pytest.mark.parametrize("no_torch", [None, SimpleNamespace(), SimpleNamespace(neuron=SimpleNamespace())])
+def test_a_step_has_finished_with_its_outputs_where_nothing_else_tells(
+    monkeypatch: pytest.MonkeyPatch, no_torch: Any
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "torch", no_torch)
     steps = Steps()
     assert steps.told_by == OUTPUTS
-    unasked = steps.mark()
-    assert unasked is not None
-    assert value(unasked) == unasked.value == 0
+    with pytest.raises(DeviceError, match="or vLLM with PushKVConnector"):
+        steps.mark()
     steps.begin(7, 5)
     seventh = steps.mark()
     steps.begin(8, 6)
@@ -133,3 +133,9 @@ def test_where_nobody_can_tell_a_step_has_finished_with_its_outputs(
     assert wrapped is not None
     assert (wrapped.value, value(wrapped)) == (3, 2)
     steps.close()
+
+
+def test_the_small_torch_of_vllm_neuron_is_not_taken_at_its_word(monkeypatch: pytest.MonkeyPatch, queue: Queue) -> None:
+    with_torch(monkeypatch, Event=queue.event, synchronize=queue.synchronize)
+    monkeypatch.setitem(sys.modules, "libtorch_neuronx_lite", SimpleNamespace())
+    assert Steps().told_by == OUTPUTS
