@@ -33,7 +33,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def stage() -> Iterator[subprocess.Popen[str]]:
     environment = {name: text for name, text in os.environ.items() if not name.startswith(("NEURON_RT_", "FAKE_NRT_"))}
     stage = subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "tests.device.neuron.scenes"],
+        [sys.executable, "-W", "error", "-m", "tests.device.neuron.stage"],
         env={**environment, "OPENBLAS_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

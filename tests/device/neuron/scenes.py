@@ -1,20 +1,13 @@
-"""What happens in one process with one runtime, and the stage that plays it.
-
-``python -m tests.device.neuron.scenes`` reads a line for each scene, plays it in a child, and answers with a line. It
-never loads the runtime itself: that can't be used on the other side of a fork.
-"""
+"""What happens in one process with one runtime. ``stage.py`` plays each in a child of its own."""
 
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import mmap
 import os
 import sys
-import tempfile
 import threading
-import traceback
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -387,28 +380,3 @@ def from_several_threads(library: Path) -> None:
         thread.join()
     assert failed == []
     assert ctypes.CDLL(str(library)).fake_tensors() == 0
-
-
-def play(scene: str, library: str, arguments: list[str], environment: dict[str, str]) -> tuple[int, str]:
-    """In a child: its exit code, and what it has said."""
-    with tempfile.TemporaryFile() as output:
-        child = os.fork()
-        if child == 0:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-            os.environ.update(environment)
-            try:
-                globals()[scene](Path(library), *arguments)
-            except BaseException:  # noqa: BLE001 -- told by the test
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-            os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        output.seek(0)
-        return code, output.read().decode()
-
-
-if __name__ == "__main__":
-    for line in sys.stdin:
-        print(json.dumps(play(*json.loads(line))), flush=True)
