@@ -273,10 +273,6 @@ EXPORT void *nrt_tensor_get_va(const nrt_tensor_t *tensor) {
     return tensor == NULL || tensor->storage->address == NULL ? NULL : tensor->storage->address + tensor->offset;
 }
 
-EXPORT size_t nrt_tensor_get_size(const nrt_tensor_t *tensor) {
-    return tensor == NULL ? 0 : tensor->size;
-}
-
 /* Copies go through the memfd, which works whether it is mapped or not. */
 static NRT_STATUS move(const nrt_tensor_t *tensor, void *buffer, uint64_t offset, uint64_t size, bool writes) {
     NRT_STATUS status = gate();

@@ -44,7 +44,7 @@ class NeuronAccelerator:
             raise DeviceError(
                 f"neuron:{index} is not among the {visible} cores that this process sees; look at {order.VISIBLE_CORES}"
             )
-        self._index = index
+        self._index = max(index, 0)
         self._tensors = Tensors(self._runtime.library, self._vnc)
         self._steps = Steps()
 
@@ -119,7 +119,7 @@ class NeuronAccelerator:
         core = cores[self._vnc] if self._vnc < len(cores) else self._vnc
         devices = order.devices(self._device_folder)
         each = self._runtime.count("nrt_get_total_vnc_count") // devices if devices else 0
-        return self._runtime.host_device(core // each) if each else max(self._index, 0)
+        return self._runtime.host_device(core // each) if each else self._index
 
     def begin_step(self, step: int, ended: int) -> None:
         """Told by the connector, for :meth:`mark_step`."""

@@ -66,7 +66,6 @@ NRT_STATUS nrt_tensor_allocate_slice(
     const nrt_tensor_t *tensor_source, size_t offset, size_t size, const char *name, nrt_tensor_t **tensor_slice);
 void nrt_tensor_free(nrt_tensor_t **tensor);
 void *nrt_tensor_get_va(const nrt_tensor_t *tensor);
-size_t nrt_tensor_get_size(const nrt_tensor_t *tensor);
 NRT_STATUS nrt_tensor_memset(nrt_tensor_t *tensor, uint64_t offset, int value, size_t size);
 NRT_STATUS nrt_tensor_copy(
     const nrt_tensor_t *src, size_t src_offset, nrt_tensor_t *dst, size_t dst_offset, size_t size);
@@ -106,7 +105,6 @@ REQUIRED = (
     "nrt_tensor_allocate_slice",
     "nrt_tensor_free",
     "nrt_tensor_get_va",
-    "nrt_tensor_get_size",
     "nrt_tensor_memset",
     "nrt_tensor_copy",
     "nrt_tensor_read",

@@ -11,7 +11,7 @@ from neuron_pushkv.device.neuron.declarations import REQUIRED, ffi
 from neuron_pushkv.device.neuron.status import FAILURE, FORKED, SUCCESS, error_for
 from neuron_pushkv.errors import DeviceError, NeuronError
 
-SONAME = "libnrt.so.1"
+NAME, SONAME = "libnrt", "libnrt.so.1"
 INSTALLED = Path("/opt/aws/neuron/lib")
 """Where the package aws-neuronx-runtime-lib puts it; as a rule the loader doesn't look there."""
 
@@ -23,7 +23,7 @@ def find(setting: Path | None = None) -> str:
     Two copies in one process would be two runtimes that fight for the cores. Raises :class:`DeviceError` for a setting
     that is no file, or another one than is loaded.
     """
-    present = maps.loaded(SONAME)
+    present = maps.loaded(NAME)
     if setting is not None:
         chosen = setting / SONAME if setting.is_dir() else setting
         if not chosen.is_file():
@@ -52,7 +52,7 @@ class Library:
         missing = [name for name in REQUIRED if not self.has(name)]
         if missing:
             raise DeviceError(f"{name} has no {missing[0]}; install a Neuron runtime of 2025 or later")
-        self.path = maps.loaded(SONAME) or Path(name)
+        self.path = maps.loaded(NAME) or Path(name)
         self._process = os.getpid()
 
     def has(self, function: str) -> bool:

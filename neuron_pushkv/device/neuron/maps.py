@@ -40,9 +40,12 @@ def holding(address: int, length: int) -> Mapping | None:
     return None
 
 
-def loaded(soname: str) -> Path | None:
-    """The file of that shared library ("libnrt.so.1") that this process has loaded, through us or anybody else."""
-    pattern = re.compile(rf"/{re.escape(soname)}(\.\d+)*$")
+def loaded(library: str) -> Path | None:
+    """The file of that shared library ("libnrt") that this process has loaded, through us or anybody else.
+
+    Of any version: names show versions of files here, which need not be those that programs link to.
+    """
+    pattern = re.compile(rf"/{re.escape(library)}\.so(\.\d+)*$")
     return next((Path(mapping.path) for mapping in mappings() if pattern.search(mapping.path)), None)
 
 

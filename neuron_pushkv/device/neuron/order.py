@@ -19,7 +19,7 @@ from neuron_pushkv.device.neuron import maps
 MAP_HBM = "NEURON_RT_MAP_HBM"
 VISIBLE_CORES = "NEURON_RT_VISIBLE_CORES"
 NUM_CORES = "NEURON_RT_NUM_CORES"
-LIBFABRIC, LIBNRT = "libfabric.so.1", "libnrt.so.1"
+LIBFABRIC, LIBNRT = "libfabric", "libnrt"
 
 LOST = (
     "libfabric was initialised before libnrt: FI_HMEM_NEURON is lost for this process; initialise the Neuron runtime "

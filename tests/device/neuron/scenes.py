@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from neuron_pushkv.device import accelerator_for
-from neuron_pushkv.device.base import SLAB_ALIGNMENT, Copies, Memory, MemoryKind
+from neuron_pushkv.device.base import SLAB_ALIGNMENT, Copies, HearsOutputs, Memory, MemoryKind
 from neuron_pushkv.device.neuron import NeuronAccelerator, maps
 from neuron_pushkv.device.neuron.declarations import ffi
 from neuron_pushkv.device.neuron.library import Library
@@ -65,6 +65,7 @@ def host(content: bytes) -> Any:
 
 def opened_here(library: Path) -> None:
     accelerator = NeuronAccelerator(3, library)
+    assert isinstance(accelerator, HearsOutputs)
     assert (os.environ["NEURON_RT_MAP_HBM"], os.environ["NEURON_RT_VISIBLE_CORES"]) == ("1", "3")
     assert accelerator.hint == ""
     memory = accelerator.allocate(5 * MIB)

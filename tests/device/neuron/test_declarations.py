@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from neuron_pushkv.device.neuron import maps
 from neuron_pushkv.device.neuron.declarations import CDEF, OPTIONAL, REQUIRED
 from neuron_pushkv.device.neuron.library import Library, find
 from neuron_pushkv.device.neuron.runtime import FAMILIES
@@ -133,3 +135,14 @@ def test_a_library_of_another_kind_is_named(tmp_path: Path) -> None:
     library = compile_library(source, tmp_path / "other.so", soname="other.so")
     with pytest.raises(DeviceError, match="has no nrt_init"):
         Library(library)
+
+
+def test_a_library_is_known_by_any_version(tmp_path: Path) -> None:
+    """The file behind libnrt.so.1 may be called after the runtime's version."""
+    source = tmp_path / "other.c"
+    source.write_text('__attribute__((visibility("default"))) int other;\n')
+    library = compile_library(source, tmp_path / "libpushkvtest.so.2.34.10", soname="libpushkvtest.so.1")
+    assert maps.loaded("libpushkvtest") is None
+    handle = ctypes.CDLL(str(library))
+    assert handle is not None
+    assert maps.loaded("libpushkvtest") == library
