@@ -96,5 +96,41 @@ class DeviceError(PushKVError):
     """Device memory can't be used for transfers; says why and what to set."""
 
 
+class NeuronError(DeviceError):
+    """The Neuron runtime has refused or failed; ``status`` is its code (``nrt_status.h``)."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+class NeuronUninitialized(NeuronError):
+    """The runtime was used before it was initialised."""
+
+
+class NeuronClosed(NeuronError):
+    """The runtime was used after it was closed; it can't be opened again in this process."""
+
+
+class NeuronOutOfMemory(NeuronError):
+    """No device or host memory, or no other resource of the runtime's, is left."""
+
+
+class NeuronInvalid(NeuronError):
+    """The runtime rejects an argument or a handle."""
+
+
+class NeuronOutOfBounds(NeuronError):
+    """An access lies outside of its tensor."""
+
+
+class NeuronBusy(NeuronError):
+    """Queues are full, or a core belongs to somebody else: may work later."""
+
+
+class NeuronFault(NeuronError):
+    """A device, or what runs on it, has failed."""
+
+
 class FleetError(PushKVError):
     """A process of a fleet on this machine has ended, or does not become ready; says why."""

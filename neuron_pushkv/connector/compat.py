@@ -118,6 +118,16 @@ def traceparent(request: Any) -> str:
     return ""
 
 
+def packs_keys(vllm_config: Any) -> bool:
+    """Whether vllm-neuron keeps K of two tokens in turns, to be loaded faster. Nothing in the cache's shape shows it.
+
+    ``_kv_cache_is_fp8_packed`` of its ``neuron_model_runner.py`` (0.24): asked for, and a K of type float8_e4m3fn.
+    """
+    neuron = (getattr(vllm_config, "additional_config", None) or {}).get("neuron_config") or {}
+    kept = str(vllm_config.cache_config.cache_dtype)
+    return bool(neuron.get("fp8_packed_kv")) and ("fp8" in kept or "float8" in kept) and "e5m2" not in kept
+
+
 def reports_requests() -> bool:
     """Whether vLLM takes failed loads by request (0.30 and later) and not by block."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base

@@ -18,19 +18,20 @@ from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.connector import caches, compat
 from neuron_pushkv.connector.fingerprint import fingerprint
 from neuron_pushkv.connector.groups import block_bytes, groups_of
-from neuron_pushkv.connector.metadata import PushKVMetadata
+from neuron_pushkv.connector.metadata import PushKVMetadata, StepNumber
 from neuron_pushkv.connector.parameters import AllowedHosts
 from neuron_pushkv.connector.parking import Parking
 from neuron_pushkv.connector.plugin import follow_vllm_log
+from neuron_pushkv.connector.ranks import position
 from neuron_pushkv.connector.scheduler import SchedulerSide
 from neuron_pushkv.connector.stats import PushKVMetrics, PushKVStats
 from neuron_pushkv.connector.worker import WorkerSide
 from neuron_pushkv.device import accelerator_for
+from neuron_pushkv.device.base import HearsOutputs
 from neuron_pushkv.directory import Directory
 from neuron_pushkv.engine import PushEngine
 from neuron_pushkv.errors import ConfigError
 from neuron_pushkv.transport.choosing import open_transport
-from neuron_pushkv.wire import Rank
 
 _WHERE = "kv_connector_extra_config"
 
@@ -86,18 +87,17 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """The cache is allocated: register its memory with the network and listen for peers."""
-        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-
-        parallel = self._vllm_config.parallel_config
-        rank = Rank(parallel.data_parallel_index, get_pp_group().rank_in_group, get_tp_group().rank_in_group)
+        place = position(self._vllm_config)
+        rank = place.rank
         heads = self._vllm_config.model_config.get_total_num_kv_heads()
         layout = caches.describe(
             kv_caches,
             self._vllm_config.compilation_config.static_forward_context,
             self._kv_cache_config,
-            caches.Shard(rank.tp, parallel.tensor_parallel_size, heads),
+            caches.Shard(rank.tp, place.tp_size, heads),
+            packs_keys=compat.packs_keys(self._vllm_config),
         )
-        device = next(iter(kv_caches.values())).device
+        device = caches.device_of(kv_caches)
         accelerator = accelerator_for(device.type, -1 if device.index is None else device.index)
         settings = self._settings
         memory = caches.storages(kv_caches, accelerator)
@@ -113,10 +113,15 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
             transport=transport,
             accelerator=accelerator,
             directory=(settings.host, self._port),
-            sizes=(parallel.pipeline_parallel_size, parallel.tensor_parallel_size),
+            sizes=(place.pp_size, place.tp_size),
         )
         about = {"provider": transport.provider, "library": transport.library}
-        self._worker = WorkerSide(engine, leads=(rank.pp, rank.tp) == (0, 0), about=about)
+        self._worker = WorkerSide(
+            engine,
+            leads=(rank.pp, rank.tp) == (0, 0),
+            about=about,
+            listener=accelerator if isinstance(accelerator, HearsOutputs) else None,
+        )
 
     def handle_preemptions(self, kv_connector_metadata: PushKVMetadata) -> None:
         """The first hook of a step, before any block is overwritten."""
@@ -141,6 +146,10 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """The forward pass has been launched."""
         self._at_work().advance(self._get_connector_metadata())
+
+    def build_connector_worker_meta(self) -> StepNumber | None:
+        """Comes back to the scheduler process with the step's outputs."""
+        return self._at_work().number(self._get_connector_metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Loads that have ended (vLLM 0.30 and later)."""
@@ -196,7 +205,9 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What all workers have reported."""
-        self._deciding().update_connector_output(connector_output.finished_recving or ())
+        number = connector_output.kv_connector_worker_meta
+        ended = number.step if isinstance(number, StepNumber) else 0
+        self._deciding().update_connector_output(connector_output.finished_recving or (), ended)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The same, where vLLM has turned off hybrid KV caches and there is one group."""

@@ -73,6 +73,7 @@ class SchedulerSide:
         self._counters: Counter[str] = Counter()
         self._untried: Counter[str] = Counter()
         self._step = 0
+        self._ended = 0
 
     def count(self, event: str) -> None:
         """Count an event; the workers report it with their own."""
@@ -159,11 +160,12 @@ class SchedulerSide:
             ready=ready,
             counters=counters,
         )
-        return PushKVMetadata(self._step, orders, receiving.refused, untried, self._measure())
+        return PushKVMetadata(self._step, orders, receiving.refused, untried, self._measure(), self._ended)
 
-    @guarded(lambda self, finished_receiving: None)
-    def update_connector_output(self, finished_receiving: Sequence[str]) -> None:
-        """All workers have reported these loads."""
+    @guarded(lambda self, finished_receiving, ended=0: None)
+    def update_connector_output(self, finished_receiving: Sequence[str], ended: int = 0) -> None:
+        """All workers have reported these loads, and vLLM has their outputs of step ``ended`` (0: nobody asks)."""
+        self._ended = max(self._ended, ended)
         self._free()
         self._receiving.reported(finished_receiving)
 

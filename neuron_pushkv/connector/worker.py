@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from neuron_pushkv.connector.metadata import PushKVMetadata
+from neuron_pushkv.connector.metadata import PushKVMetadata, StepNumber
+from neuron_pushkv.device.base import HearsOutputs
 from neuron_pushkv.orders import Blocks, Ready, StepOrders
 
 logger = logging.getLogger(__name__)
@@ -57,11 +58,15 @@ class Engine(Protocol):
 class WorkerSide:
     """See the module's text. ``leads``: this rank speaks for the engine where each rank would count the same event.
 
-    ``about`` names the effective provider and library for the metrics.
+    ``about`` names the effective provider and library for the metrics. ``listener``, if there is one, is told of the
+    steps whose outputs vLLM has got.
     """
 
-    def __init__(self, engine: Engine, *, leads: bool, about: dict[str, str]) -> None:
+    def __init__(
+        self, engine: Engine, *, leads: bool, about: dict[str, str], listener: HearsOutputs | None = None
+    ) -> None:
         self._engine = engine
+        self._listener = listener
         self._leads = leads
         self._about = about
         self._step = 0
@@ -78,6 +83,8 @@ class WorkerSide:
         if metadata.step == self._step:
             return
         self._step = metadata.step
+        if self._listener is not None:
+            self._listener.begin_step(metadata.step, metadata.ended)
         orders = metadata.orders
         # A load that this rank has reported is none of the engine's any more; an intent alone is never reported.
         withdrawn = tuple(name for name in orders.withdrawn if name in self._open or name in self._announced)
@@ -100,6 +107,11 @@ class WorkerSide:
         """That layer of the forward pass has been launched: its part may be pushed while the next one is computed."""
         if metadata.orders.ready:
             self._engine.advance_layer(layer, metadata.orders.ready)
+
+    def number(self, metadata: PushKVMetadata) -> StepNumber | None:
+        """To come back with the step's outputs, if anybody here waits for them."""
+        waits = self._listener is not None and metadata.orders.ready
+        return StepNumber(metadata.step) if waits else None
 
     def end(self) -> None:
         """The step is over."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,3 +101,14 @@ class Accelerator(Protocol):
 
     def close(self) -> None:
         """Free what was allocated and end what this started. Idempotent."""
+
+
+@runtime_checkable
+class HearsOutputs(Protocol):
+    """An accelerator that may know of no other sign that a step has finished than that vLLM has its outputs."""
+
+    def begin_step(self, step: int, ended: int) -> None:
+        """Step number ``step`` begins, and vLLM has the outputs of all steps up to ``ended``, of all workers.
+
+        By the thread that launches the work. Numbers grow by one.
+        """

@@ -361,6 +361,7 @@ class Harness:
         reported.invalid_block_ids = worker.get_block_ids_with_load_errors()
         reported.kv_connector_stats = worker.get_kv_connector_stats()
         self.reported.append(reported.kv_connector_stats)
+        reported.kv_connector_worker_meta = worker.build_connector_worker_meta()
         worker.clear_connector_metadata()
 
         names = list(output.num_scheduled_tokens)

@@ -86,7 +86,7 @@ _SHOWN: dict[str, Callable[..., dict[str, Any]]] = {
         "external": external,
     },
     "build_connector_meta": _shown_output,
-    "update_connector_output": lambda self, finished: {"finished": sorted(finished)},
+    "update_connector_output": lambda self, finished, ended=0: {"finished": sorted(finished)},
     "request_finished": lambda self, request, tables: {"request": request.request_id, "blocks": list(tables[0])},
 }
 
