@@ -59,14 +59,14 @@ class Registrar:
         """Returns what :meth:`Core.register` does. Raises :class:`RegistrationError`."""
         if memory.kind is MemoryKind.HOST:
             return self._sized(memory, INTERFACES[MemoryKind.HOST])
-        if memory.kind is not self._device:
-            raise RegistrationError(
-                f"{memory.kind} memory can't be registered: this transport was opened for {self._device} memory"
-            )
         if not memory.mapped:
             raise RegistrationError(
                 f"{memory.kind} memory that is not mapped can't be registered, since no card can be shown where it is; "
                 f"it has to be copied through host memory{self._hint}"
+            )
+        if memory.kind is not self._device:
+            raise RegistrationError(
+                f"{memory.kind} memory can't be registered: this transport was opened for {self._device} memory"
             )
         try:
             return self._sized(memory, INTERFACES[memory.kind])

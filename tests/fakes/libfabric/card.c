@@ -8,7 +8,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
-region *regions[65536];
+region *regions[NUMBERS];
 static uint64_t next_region = 1;
 static dev_t used_devices[4096];
 static ino_t used_files[4096];

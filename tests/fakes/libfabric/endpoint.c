@@ -13,7 +13,7 @@ typedef struct {
     size_t length;
 } unseen;
 
-static endpoint *endpoints[4096];
+static endpoint *endpoints[NUMBERS];
 static uint64_t next_endpoint = 1;
 static unseen late[4096];
 static unsigned late_count;

@@ -24,6 +24,7 @@
 
 #define MOST 64     /* peers in a table */
 #define QUEUE 16384 /* completions in a queue */
+#define NUMBERS (1u << 20)
 #define LONGEST (1ULL << 30)
 
 typedef struct {
@@ -72,7 +73,7 @@ typedef struct {
 
 /* One process, one network: held by whatever touches more than its own object. */
 extern pthread_mutex_t lock;
-extern region *regions[65536];
+extern region *regions[NUMBERS];
 extern struct fi_ops plain_ops;
 extern struct fi_ops_mr memory_ops;
 extern struct fi_ops_domain domain_ops;
