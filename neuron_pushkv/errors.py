@@ -65,7 +65,11 @@ class ProviderMismatch(FabricError):
 
 
 class RegistrationError(FabricError):
-    """Memory could not be registered with the network."""
+    """Memory could not be registered with the network. ``error`` is the library's own number for it, negative, or 0."""
+
+    def __init__(self, detail: str, error: int = 0) -> None:
+        super().__init__(detail)
+        self.error = error
 
 
 class TransportError(PushKVError):
