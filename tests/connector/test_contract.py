@@ -39,6 +39,7 @@ FOLDER = Path(__file__).parent / "contract"
 VERSIONS = ("0.24.0", "0.28.0", "0.32.0")
 LATER = {
     "get_transfer_results": ("0.32.0",),
+    "get_mem_pool_context": ("0.32.0",),
     "get_loaded_kv_cache_group_ids": ("0.32.0",),
     "KVConnectorTransferResults": ("0.32.0",),
 }
