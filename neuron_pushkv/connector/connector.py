@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from neuron_pushkv import config
 from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.connector import caches, compat
+from neuron_pushkv.connector.contiguity import Contiguity
 from neuron_pushkv.connector.fingerprint import fingerprint
 from neuron_pushkv.connector.groups import block_bytes, groups_of
 from neuron_pushkv.connector.memory import SlabContext
@@ -81,6 +82,7 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
             },
             parking=Parking(self._directory, limit=limit, block_bytes=size),
             fail_refused=self._kv_transfer_config.kv_load_failure_policy == "fail",
+            contiguity=Contiguity(settings.block_order),
             by_step=settings.push_granularity != "request",
         )
 
