@@ -118,6 +118,10 @@ class ConnectorSettings(Security):
     """KV that finished requests may keep for receivers, per rank (as ``--kv-cache-memory-bytes``); beyond it the
     oldest is let go. By default half of the engine's KV cache."""
 
+    block_order: Literal["vllm", "sorted", "runs"] = "sorted"
+    """In which order vLLM's block pool hands blocks out: its own; the same blocks sorted, so that more of them are
+    neighbours; or neighbours among the oldest quarter, which makes few, large writes if both sides do so (``runs``)."""
+
     connect_seconds: PositiveSeconds = 2.0
     """How long connecting to a peer and the handshake with it may take together."""
     unreachable_seconds: Seconds = 1.0

@@ -206,7 +206,7 @@ class PushEngine:
                 self._stale = stale
             self._telemetry.gauge("open_receives", len(self._inbound))
             self._telemetry.gauge("open_sends", len(self._outbound))
-            self._telemetry.gauge("staging_bytes", self._posting.staged)
+            self._telemetry.staging(self._posting.pool)
             return self._telemetry.take()
 
     def close(self) -> None:

@@ -76,6 +76,10 @@ class TransportError(PushKVError):
     """A transport was used after its end or against its contract."""
 
 
+class BlockError(PushKVError):
+    """Blocks were asked for, shared or released that aren't there or aren't the owner's."""
+
+
 class LayoutError(PushKVError):
     """Two KV cache layouts can't be mapped onto each other; names both."""
 

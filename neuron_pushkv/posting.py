@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from neuron_pushkv.blocks import BlockPool, Extent
 from neuron_pushkv.device.base import Memory, ReadyWord
 from neuron_pushkv.ledger.effects import Key, Write
 from neuron_pushkv.plan.packing import PackedPlan
 from neuron_pushkv.plan.pair import PairPlan
-from neuron_pushkv.plan.staging import Extent, Staging
+from neuron_pushkv.plan.staging import Staging
 from neuron_pushkv.transport.base import Peer, Ticket, Transport
 
 
@@ -44,9 +45,9 @@ class Posting:
         return self._staging
 
     @property
-    def staged(self) -> int:
-        """Bytes that are packed and not written yet."""
-        return sum(extent.length for extent in self._extents.values())
+    def pool(self) -> BlockPool | None:
+        """What is packed and not written yet, in bytes; None if nothing ever was."""
+        return self._staging.pool if self._staging is not None else None
 
     def waiting(self) -> list[Key]:
         """Deliveries to be taken up again, in the order in which they began to wait; those without room come back."""
