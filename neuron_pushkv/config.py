@@ -114,6 +114,12 @@ class ConnectorSettings(Security):
     peer is refused."""
     staging_bytes: PositiveInt = 64 << 20
     """Host memory that small writes are packed in, taken when the first peer needs it."""
+    bounce: Literal["auto", "always"] = "auto"
+    """When KV passes through host memory: where the network can't be shown the device's own, or ``always``. The latter
+    also helps where registering the device's is refused, or small writes from it have to be packed."""
+    bounce_bytes: PositiveInt = 1 << 30
+    """That host memory, per rank, taken only where it is used. A quarter is for what is sent; the rest, for what is
+    received, must hold the longest prompt's KV."""
     max_parked_bytes: Annotated[int, Field(ge=0)] | None = None
     """KV that finished requests may keep for receivers, per rank (as ``--kv-cache-memory-bytes``); beyond it the
     oldest is let go. By default half of the engine's KV cache."""

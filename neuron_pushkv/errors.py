@@ -34,6 +34,7 @@ class Reason(StrEnum):
     REFUSED = "refused"  # the peer refused the handshake
     PEER_LOST = "peer_lost"  # the connection ended
     WRITE_FAILED = "write_failed"  # the transport reported an error
+    DEVICE_FAILED = "device_failed"  # the device's memory could not be copied from or into
     TIMEOUT = "timeout"  # a deadline passed
     CANCELLED = "cancelled"  # withdrawn by the receiver
     SHUTDOWN = "shutdown"  # this process is stopping

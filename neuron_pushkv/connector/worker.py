@@ -59,7 +59,7 @@ class WorkerSide:
     """See the module's text. ``leads``: this rank speaks for the engine where each rank would count the same event.
 
     ``about`` names the effective provider and library for the metrics, ``measured`` maps gauges to what they are for
-    good on each rank that is known here. ``listener``, if there is one, is told of the steps whose outputs vLLM has got.
+    good on each rank that is known here. ``listener``, if there is one, is told of the steps whose outputs vLLM has.
     """
 
     def __init__(

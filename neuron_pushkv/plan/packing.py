@@ -56,7 +56,7 @@ class PackedPlan:
 
     def __init__(self, plan: PairPlan, staging: Staging) -> None:
         self._plan, self._staging = plan, staging
-        self.units = plan.units
+        self.units, self.theirs, self.heads = plan.units, plan.theirs, plan.heads
         self._cells: dict[tuple[int, int, str | None], list[Cell]] = {}
         groups = range(len(self.units))
         needed = max((plan.facts.bytes[group] * self._per_block(group) for group in groups), default=0)
@@ -259,7 +259,7 @@ def choose(
         return plan
     elsewhere = {registration.memory.kind for registration in registrations} - {MemoryKind.HOST}
     if elsewhere:
-        why = f"KV in {'+'.join(sorted(elsewhere))} memory can't be packed"
+        why = f"KV in {'+'.join(sorted(elsewhere))} memory can't be packed unless bounce is set to always"
     else:
         memory = staging()
         packed = PackedPlan(plan, memory)

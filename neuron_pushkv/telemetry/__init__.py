@@ -2,6 +2,6 @@
 
 from neuron_pushkv.telemetry.counts import FRACTIONS, GAUGES, Gauge
 from neuron_pushkv.telemetry.recorder import Telemetry
-from neuron_pushkv.telemetry.transfer import PHASES, Transfer, Way
+from neuron_pushkv.telemetry.transfer import PHASES, Transfer, Way, transfer_of
 
-__all__ = ["Telemetry", "Transfer", "Way", "PHASES", "Gauge", "GAUGES", "FRACTIONS"]
+__all__ = ["Telemetry", "Transfer", "Way", "transfer_of", "PHASES", "Gauge", "GAUGES", "FRACTIONS"]
