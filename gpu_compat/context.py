@@ -35,7 +35,7 @@ class Context:
         try:
             yield self.library
         finally:
-            self.library.call("cuCtxPopCurrent_v2", ffi.new("CUcontext *"))
+            self.library.status("cuCtxPopCurrent_v2", ffi.new("CUcontext *"))
 
     def number(self, function: str, *arguments: Any) -> int:
         """What a function answers through its first argument, an ``int *``."""

@@ -74,8 +74,10 @@ EXPORT CUresult cuStreamCreate(CUstream *phStream, unsigned int Flags) {
 }
 
 static void drain(struct CUstream_st *stream) {
+    waiting++;
     while (stream->first != NULL)
         pthread_cond_wait(&changed, &lock);
+    waiting--;
 }
 
 EXPORT CUresult cuStreamDestroy_v2(CUstream hStream) {
@@ -235,6 +237,18 @@ EXPORT void fake_counts(int counts[6]) {
     counts[5] = depth;
 }
 
+/* How many threads wait for all of a stream's work. */
+EXPORT int fake_waiting(void) {
+    pthread_mutex_lock(&lock);
+    int now = waiting;
+    pthread_mutex_unlock(&lock);
+    return now;
+}
+
+/* How often somebody has waited for all of a device's work, or does now. */
 EXPORT int fake_synchronised(void) {
-    return synchronised;
+    pthread_mutex_lock(&lock);
+    int now = synchronised;
+    pthread_mutex_unlock(&lock);
+    return now;
 }

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 
 import numpy as np
 import pytest
 
+from gpu_compat.declarations import ffi
 from neuron_pushkv.device.base import Copies
 from neuron_pushkv.errors import DeviceError
+from tests.engine.sides import until
 from tests.fakes.cuda import Open
 
 
@@ -36,6 +39,34 @@ def test_copies_wait_for_no_work_of_the_model(start: Open) -> None:
     accelerator.write(copies((device.address, ctypes.addressof(host), 3)))
     assert ctypes.string_at(device.address, 3) == b"new"
     cuda.finish()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("way", ["read", "write"])
+def test_no_copy_is_left_behind_not_even_by_an_error(start: Open, way: str, wrong: bool) -> None:
+    accelerator, cuda = start()
+    device, host = accelerator.allocate(64), ctypes.create_string_buffer(64)
+    to = device.address if way == "write" else ctypes.addressof(host)
+    ctypes.memset(ctypes.addressof(host) if way == "write" else device.address, 5, 64)
+    rows = [(device.address, ctypes.addressof(host), 64), (1, 1, 1)]
+    stream = getattr(accelerator._copying, "_writing" if way == "write" else "_reading")
+    outcome: list[str] = []
+
+    def copy() -> None:
+        try:
+            getattr(accelerator, way)(copies(*rows[: 1 + wrong]))
+        except DeviceError as error:
+            outcome.append(str(error))
+
+    cuda.launch(int(ffi.cast("uintptr_t", stream)))  # A device that takes its time.
+    thread = threading.Thread(target=copy)
+    thread.start()
+    until(cuda.c.fake_waiting, "the copy is waited for, without the GIL")
+    assert ctypes.string_at(to, 64) == bytes(64)
+    cuda.finish(int(ffi.cast("uintptr_t", stream)))
+    thread.join(10)
+    assert ctypes.string_at(to, 64) == b"\x05" * 64
+    assert bool(outcome) is wrong
 
 
 @pytest.mark.parametrize("way", ["read", "write"])
