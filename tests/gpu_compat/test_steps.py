@@ -10,9 +10,9 @@ import pytest
 
 from neuron_pushkv.device.base import ReadyWord
 from neuron_pushkv.errors import DeviceError
-from neuron_pushkv.transport.hub import is_reached
 from tests.engine.sides import until
 from tests.fakes.cuda import Open
+from tests.gpu.hardware import reached as is_reached
 
 WAYS = [("new", 1), ("v1", 1), ("old", 1), ("new", 0), ("new", -1), ("v1", 0)]
 """Drivers, and whether their stream writes work, are refused, or do nothing."""
