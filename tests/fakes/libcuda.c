@@ -84,7 +84,7 @@ static struct range *ranges;
 static size_t used;
 static struct CUstream_st default_stream = {NULL, &default_stream.first, NULL};
 static int streams, events, handles, synchronised, waiting;
-static bool fail_marks;
+static bool fail_marks, unblocked;
 static struct { size_t before, size; } exports[MOST_FDS];
 static _Thread_local CUcontext stack[MOST_CONTEXTS];
 static _Thread_local int depth;

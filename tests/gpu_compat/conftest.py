@@ -54,7 +54,8 @@ def start(driver: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Ite
         return opened[-1]
 
     yield start
-    for accelerator, _ in opened:
+    for accelerator, cuda in opened:
+        cuda.c.fake_finish_all()
         accelerator.close()
     for _, cuda in opened:
         left = cuda.counts()

@@ -13,6 +13,7 @@ from neuron_pushkv.device.steps import is_reached
 from neuron_pushkv.errors import DeviceError
 from tests.engine.sides import until
 from tests.fakes.cuda import Open
+from tests.gpu.hardware import reached as is_reached
 
 WAYS = [("new", 1), ("v1", 1), ("old", 1), ("new", 0), ("new", -1), ("v1", 0)]
 """Drivers, and whether their stream writes work, are refused, or do nothing."""
