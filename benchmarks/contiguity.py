@@ -12,7 +12,7 @@ taking turns; ``by step`` is what is left of it if each chunk is pushed by itsel
 
 ``of``: the blocks of a request that are pushed, on the average. ``hits``: of the blocks that earlier turns have
 computed, those that prefill still has in its prefix cache; what an order costs in evictions shows here. ``us``: the
-mean time of prefill's allocations of more than one block, in vLLM and here.
+mean processor time of prefill's allocations of more than one block, in vLLM and here.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ class Side:
     def extend(self, request: Request, count: int) -> None:
         """Allocate and fill that many more blocks."""
         table = self.tables[id(request)]
-        began = time.perf_counter()
+        began = time.thread_time()
         table += self.pool.get_new_blocks(count)
         if count > 1:
-            self.allocated.append(time.perf_counter() - began)
+            self.allocated.append(time.thread_time() - began)
         hashed: Any = SimpleNamespace(block_hashes=request.hashes, request_id="")
         self.pool.cache_full_blocks(hashed, table, len(table) - count, len(table), TOKENS, 0)
         self.operations += 1
