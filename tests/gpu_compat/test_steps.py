@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from neuron_pushkv.device.base import ReadyWord
-from neuron_pushkv.device.steps import is_reached
 from neuron_pushkv.errors import DeviceError
 from tests.engine.sides import until
 from tests.fakes.cuda import Open
