@@ -10,10 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 from neuron_pushkv.device import accelerator_for
 from neuron_pushkv.device.base import Accelerator, Memory
 from neuron_pushkv.device.host import HostAccelerator
-from neuron_pushkv.doctor.findings import Finding, Id, failed, fine, warning
+from neuron_pushkv.doctor.findings import Finding, Id, Level, failed, fine, warning
 from neuron_pushkv.doctor.machine import Machine
 from neuron_pushkv.errors import DeviceError
 
+NEURON_CORES = "NEURON_RT_VISIBLE_CORES"
 LEAST_BYTES = 64 << 20
 """Of the memory that is tried out; more where a device's slabs are larger."""
 
@@ -52,7 +53,7 @@ def one_core(device: str, place: int, cores: tuple[int, ...]) -> None:
     """Have this process take one Neuron core of those it might, the ``place``-th: a core belongs to one process."""
     if device == "neuron":
         seen = cores or (0, 1)
-        os.environ["NEURON_RT_VISIBLE_CORES"] = str(seen[min(place, len(seen) - 1)])
+        os.environ[NEURON_CORES] = str(seen[min(place, len(seen) - 1)])
 
 
 def open_device(machine: Machine, device: str, length: int | None = None) -> Device:
@@ -62,18 +63,19 @@ def open_device(machine: Machine, device: str, length: int | None = None) -> Dev
     host = HostAccelerator()
     try:
         accelerator = accelerator_for(device, -1 if device == "cpu" else 0)
+        about["facts"] = told = facts(accelerator)
     except DeviceError as failure:
         fix = "on a machine without that device, use --device cpu"
         found = failed(Id.ACCELERATOR_RUNTIME, failure, fix, **about)
         return Device(host, host.allocate(length or LEAST_BYTES), [found])
-    told = facts(accelerator)
     name = f"{device} {told['version']}" if told.get("version") else device
-    findings = [fine(Id.ACCELERATOR_RUNTIME, f"the runtime of {name} is up", **about, **told)]
+    findings = [fine(Id.ACCELERATOR_RUNTIME, f"the runtime of {name} is up", **about)]
     if device == "cpu":
-        findings = [fine(Id.ACCELERATOR_RUNTIME, "KV lies in host memory", **about, **told)]
+        findings = [fine(Id.ACCELERATOR_RUNTIME, "KV lies in host memory", **about)]
     elif accelerator.hint:
-        fix = "put that in order; whatever registers device memory here would fail"
-        findings = [warning(Id.ACCELERATOR_RUNTIME, accelerator.hint, fix, **about, **told)]
+        fix = "put that in order, or registering device memory fails"
+        wrong = failed(Id.ACCELERATOR_RUNTIME, accelerator.hint, fix, **about)
+        findings = [dataclasses.replace(wrong, level=Level.WARNING)]
     try:
         memory = accelerator.allocate(length or max(LEAST_BYTES, accelerator.slab_bytes))
     except DeviceError as failure:
@@ -96,8 +98,8 @@ def mapping(accelerator: Accelerator, memory: Memory) -> Finding:
     if not memory.mapped:
         return warning(
             Id.ACCELERATOR_MEMORY,
-            "device memory has no address here, so all KV goes through pinned host memory",
-            accelerator.hint or "set NEURON_RT_MAP_HBM=1 before the runtime is initialised",
+            "device memory has no address here, so all KV goes through host memory",
+            "set NEURON_RT_MAP_HBM=1 before the runtime is initialised",
             **about,
         )
     try:

@@ -99,12 +99,15 @@ def engine(settings: EngineSettings, shared: tuple[str, ...]) -> Finding:
 def engines(fleet: FleetSettings, environment: Mapping[str, str]) -> Iterator[Finding]:
     """All engines that have a connector, and that none takes another's Neuron cores."""
     taken: dict[int, str] = {}
+    alike: list[Finding] = []
     for one in fleet.engines:
         if one.connector is None:
             continue
         yield engine(one, fleet.arguments)
-        yield key(one.connector)
-        yield deadlines(one.connector)
+        for found in (key(one.connector), deadlines(one.connector)):
+            if found not in alike:
+                alike.append(found)
+                yield found
         cores = neuron_cores({**environment, **fleet.environment, **one.environment})
         shared = sorted(core for core in cores if core in taken)
         if shared:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from neuron_pushkv.config import ConnectorSettings, FleetSettings
 from neuron_pushkv.doctor import configuration, environment, host, network
-from neuron_pushkv.doctor.accelerators import Device, one_core, open_device
+from neuron_pushkv.doctor.accelerators import NEURON_CORES, Device, one_core, open_device
 from neuron_pushkv.doctor.findings import Finding, Id, Level, error, failed, fine
 from neuron_pushkv.doctor.line import call, ours
 from neuron_pushkv.doctor.machine import Machine
@@ -26,6 +27,8 @@ from neuron_pushkv.wire import Identity
 
 START_SECONDS = 60.0
 """The longest that the other end on this machine may take to start: device runtimes are slow to come up."""
+END_SECONDS = 10.0
+"""The longest that it may take to end."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,9 @@ def opened(who: Patient) -> Iterator[tuple[Device, Transport | None, list[Findin
     transport, findings = network.open_network(who.settings, device.accelerator, [device.memory])
     try:
         if transport is not None:
-            near = device.accelerator.nics(device.memory)
-            findings.append(network.rails(transport, near, who.device, who.machine))
+            accelerator, found = device.accelerator, transport.provider
+            near = accelerator.nics(device.memory) if found.startswith("efa") else ()
+            findings.append(network.rails(found, network.cards(transport), near, accelerator.name, who.machine))
         yield device, transport, device.findings + findings
     finally:
         if transport is not None:
@@ -136,7 +140,7 @@ def examine(who: Patient, peers: Sequence[Place]) -> Iterator[Finding]:
                 if seen.status is not None and not seen.status.ranks:
                     yield from _try_out(who, place, transport, side)
             if not peers:
-                yield from _with_ourselves(who, transport, side)
+                yield from _with_ourselves(who, device.accelerator.name, transport, side)
         finally:
             side.close()
 
@@ -181,24 +185,40 @@ def _try_out(who: Patient, place: Place, transport: Transport, side: Side) -> It
         yield worth(who.fleet, bandwidth)
 
 
-def _with_ourselves(who: Patient, transport: Transport, side: Side) -> Iterator[Finding]:
-    """A transfer with a process of the same settings, over the same network."""
-    command = [sys.executable, "-m", "neuron_pushkv.doctor.opposite", who.device]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
+def _with_ourselves(who: Patient, kind: str, transport: Transport, side: Side) -> Iterator[Finding]:
+    """A transfer with a process of the same settings, over the same network. ``kind``: of our side's memory."""
+    # Where there is one core there is none for the other end, whose memory is the host's then.
+    device = "cpu" if kind == "neuron" and len(who.cores) == 1 else kind
+    command = [sys.executable, "-m", "neuron_pushkv.doctor.opposite", device]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment(who)
+    ) as child:
         try:
-            child.stdin.write(who.settings.model_dump_json(exclude_unset=True) + "\n")
-            child.stdin.flush()
-            said = child.stdout.readline().strip()
+            said = _begin(child, who.settings)
             if not said.isdecimal():
                 fix = "see the other findings; this is about a second process with the same settings"
                 yield error(Id.TRANSFER_BYTES, f"the other end on this machine can't start: {said or 'no word'}", fix)
                 return
             yield from _try_out(who, Place(who.settings.host, int(said)), transport, side)
         finally:
-            child.stdin.close()  # It reads the end of the pipe.
-            try:
-                child.wait(START_SECONDS)
-            except subprocess.TimeoutExpired:
-                child.kill()
+            # It reads the end of the pipe; what hangs in a device's runtime doesn't.
+            with suppress(OSError, subprocess.TimeoutExpired):
+                child.communicate(timeout=END_SECONDS)
+            child.kill()
+
+
+def _environment(who: Patient) -> dict[str, str]:
+    """What the other end begins with: as we did, before :func:`apply_environment` left us one core."""
+    ours = {name: value for name, value in os.environ.items() if name != NEURON_CORES}
+    return {**ours, **who.machine.environment}
+
+
+def _begin(child: subprocess.Popen[str], settings: ConnectorSettings) -> str:
+    """Tell the other end its settings; returns its port, or why there is none."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with suppress(OSError):  # It has ended before it could read; then it says nothing either.
+        child.stdin.write(settings.model_dump_json(exclude_unset=True) + "\n")
+        child.stdin.flush()
+    ready, _, _ = select.select([child.stdout], [], [], START_SECONDS)
+    return child.stdout.readline().strip() if ready else f"nothing was heard of it within {START_SECONDS:g} s"

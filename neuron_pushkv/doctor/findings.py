@@ -91,8 +91,8 @@ def error(check: Id, what: str, fix: str, **evidence: Any) -> Finding:
     return Finding(check, Level.ERROR, what, fix, evidence)
 
 
-def failed(check: Id, failure: Exception, fix: str, **evidence: Any) -> Finding:
-    """One of our exceptions as an error. Its sentence ends with what to do as a rule; ``fix`` is for when not."""
+def failed(check: Id, failure: Exception | str, fix: str, **evidence: Any) -> Finding:
+    """One of our exceptions, or its sentence. That ends with what to do as a rule; ``fix`` is for when not."""
     what, semicolon, advice = str(failure).rpartition("; ")
     return error(check, what if semicolon else advice, advice if semicolon else fix, **evidence)
 

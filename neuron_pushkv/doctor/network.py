@@ -11,7 +11,7 @@ from neuron_pushkv.device import topology
 from neuron_pushkv.device.base import Accelerator, Memory
 from neuron_pushkv.doctor.findings import Finding, Id, error, failed, fine, warning
 from neuron_pushkv.doctor.machine import Machine
-from neuron_pushkv.errors import FabricError, ProviderMismatch
+from neuron_pushkv.errors import DeviceError, FabricError, ProviderMismatch
 from neuron_pushkv.fabric.discovery import HOW_TO_GET_ONE
 from neuron_pushkv.transport.base import Transport
 from neuron_pushkv.transport.choosing import open_transport
@@ -32,7 +32,9 @@ def open_network(
         return None, [failed(Id.FABRIC_PROVIDER, failure, fix, asked=settings.provider)]
     except FabricError as failure:
         return None, [failed(Id.FABRIC_LIBRARY, failure, HOW_TO_GET_ONE, asked=settings.provider)]
-    return transport, [library(transport, accelerator.name), provider(settings, transport)]
+    except DeviceError as failure:
+        return None, [failed(Id.FABRIC_RAILS, failure, "see accelerator.runtime", asked=settings.provider)]
+    return transport, [library(transport, accelerator.name), provider(settings.provider, transport.provider)]
 
 
 def library(transport: Transport, device: str) -> Finding:
@@ -40,47 +42,48 @@ def library(transport: Transport, device: str) -> Finding:
     if not isinstance(transport, FabricTransport):
         return fine(Id.FABRIC_LIBRARY, transport.library)
     facts = transport.core.facts
-    about = {"version": facts.version, "path": facts.library}
-    what = f"libfabric {facts.version} at {facts.library}"
-    numbers = tuple(int(part) for part in facts.version.split("."))
-    if device != "cpu" and numbers < DMABUF_VERSION:
-        return warning(
-            Id.FABRIC_LIBRARY, f"{what} can't take device memory as a dmabuf", "install EFA's libfabric", **about
-        )
-    if transport.provider == OVER_RXM:
-        return warning(
-            Id.FABRIC_LIBRARY,
-            f"{what} can end the process when a peer dies in the middle of a write over tcp",
-            "use libfabric 2.x: the Python package 'mpich' carries one",
-            **about,
-        )
+    return libfabric(facts.version, facts.library, transport.provider, device)
+
+
+def libfabric(version: str, path: str, found: str, device: str) -> Finding:
+    """Whether that libfabric is good enough for the provider that was ``found``, and the device."""
+    about = {"version": version, "path": path}
+    what = f"libfabric {version} at {path}"
+    if device != "cpu" and tuple(map(int, version.split("."))) < DMABUF_VERSION:
+        what += " can't take device memory as a dmabuf"
+        return warning(Id.FABRIC_LIBRARY, what, "install EFA's software, which brings its own libfabric", **about)
+    if found == OVER_RXM:
+        what += " can end the process when a peer dies in the middle of a write over tcp"
+        fix = "use libfabric 2.x: the Python package 'mpich' carries one"
+        return warning(Id.FABRIC_LIBRARY, what, fix, **about)
     return fine(Id.FABRIC_LIBRARY, what, **about)
 
 
-def provider(settings: ConnectorSettings, transport: Transport) -> Finding:
+def provider(asked: str, found: str) -> Finding:
     """Whether what was opened is what was asked for. Falling back to tcp unseen costs an order of magnitude."""
-    asked, found = settings.provider, transport.provider
     about = {"asked": asked, "found": found}
-    if not isinstance(transport, FabricTransport):
+    if found.startswith("nixl/"):
         if not asked.startswith("efa"):
             return fine(Id.FABRIC_PROVIDER, f"{found}; NIXL chooses the network by itself", **about)
         what = f"KV goes through {found}, which doesn't tell whether it uses EFA or has fallen back to TCP"
         return warning(Id.FABRIC_PROVIDER, what, "set 'transport' to 'fabric', or watch the cards' counters", **about)
     # libfabric 1.x names what it layers: "tcp;ofi_rxm".
-    if found.split(";")[0] != asked:
+    if found.split(";", maxsplit=1)[0] != asked:
         what = f"provider '{asked}' was asked for, and libfabric has fallen back to '{found}'"
         return error(Id.FABRIC_PROVIDER, what, f"set 'provider' to '{found}' if that is what you want", **about)
     return fine(Id.FABRIC_PROVIDER, f"provider '{found}', as asked for", **about)
 
 
-def rails(transport: Transport, near: Sequence[str], device: str, machine: Machine) -> Finding:
-    """The cards that are used, and how near to the device they are. ``near``: those that the accelerator names."""
-    used = cards(transport)
-    known = {name: _place(name, machine.sys) for name in used}
-    family = machine.family()
-    about: dict[str, Any] = {"rails": used, "nearest": list(near), "family": family, "places": known}
-    if not transport.provider.startswith("efa"):
-        return fine(Id.FABRIC_RAILS, f"one rail, over {', '.join(used) or transport.provider}", **about)
+def rails(found: str, used: Sequence[str], near: Sequence[str], device: str, machine: Machine) -> Finding:
+    """The cards that are ``used`` by provider ``found``, and whether they are ``near``: those the accelerator names."""
+    about: dict[str, Any] = {
+        "rails": list(used),
+        "nearest": list(near),
+        "family": machine.family(),
+        "places": {name: _place(name, machine.sys) for name in used},
+    }
+    if not found.startswith("efa"):
+        return fine(Id.FABRIC_RAILS, f"one rail, over {', '.join(used) or found}", **about)
     # libfabric's names of EFA's domains are those of the cards, with "-rdm" or "-dgrm" behind.
     names = {name.split("-")[0] for name in used}
     if near and not names <= set(near):

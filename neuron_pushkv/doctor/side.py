@@ -60,7 +60,7 @@ class Side:
         """Done with that one."""
         if self._peer is not None:
             self._transport.fence(self._peer)
-            self._peer = None
+            self._peer = self._theirs = None
 
     def close(self) -> None:
         """Gives nothing back but the registration: transport and memory are the caller's."""

@@ -24,7 +24,7 @@ def before_opening(settings: ConnectorSettings, accelerator: Accelerator, machin
 
 def after_opening(settings: ConnectorSettings, transport: Transport, accelerator: Accelerator) -> None:
     """What libfabric has made of it. Raises :class:`ConfigError` if that is not what was asked for."""
-    act([network.library(transport, accelerator.name), network.provider(settings, transport)])
+    act([network.library(transport, accelerator.name), network.provider(settings.provider, transport.provider)])
 
 
 def act(findings: Iterable[Finding]) -> None:

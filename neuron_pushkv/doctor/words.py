@@ -15,7 +15,9 @@ Bytes = Annotated[bytes, Meta(max_length=1 << 16)]
 Slot = Annotated[int, Meta(ge=0, lt=SLOTS)]
 Epoch = Annotated[int, Meta(ge=0, lt=EPOCHS)]
 Rounds = Annotated[int, Meta(ge=1, le=1 << 16)]
-Piece = Annotated[int, Meta(ge=4096)]
+Size = Annotated[int, Meta(ge=0, le=1 << 40)]
+Piece = Annotated[int, Meta(ge=4096, le=1 << 40)]
+Writes = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class About(Message, frozen=True):
@@ -27,7 +29,7 @@ class About(Message, frozen=True):
     line_rate: Count
     endpoint: Bytes
     memory: Bytes
-    size: Count
+    size: Size
 
 
 class Push(Message, frozen=True):
@@ -36,14 +38,14 @@ class Push(Message, frozen=True):
     slot: Slot
     epoch: Epoch
     seed: Count
-    size: Count
+    size: Size
     piece: Piece
 
 
 class Pushed(Message, frozen=True):
     """The answer: how many immediates there are to count, and how long it took until all was in place, in seconds."""
 
-    writes: Count
+    writes: Writes
     seconds: float
 
 
@@ -52,7 +54,7 @@ class Expect(Message, frozen=True):
 
     slot: Slot
     epoch: Epoch
-    size: Count
+    size: Size
 
 
 class Ready(Message, frozen=True):
@@ -65,8 +67,8 @@ class Compare(Message, frozen=True):
     slot: Slot
     epoch: Epoch
     seed: Count
-    size: Count
-    writes: Count
+    size: Size
+    writes: Writes
 
 
 class Compared(Message, frozen=True):
