@@ -53,6 +53,17 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def host_port(text: str, where: str) -> tuple[str, int]:
+    """Split ``host:port``; an IPv6 address stands in brackets. Raises :class:`ConfigError`."""
+    host, colon, port = text.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not colon or not bare or (":" in bare and bare == host) or not (port.isascii() and port.isdigit()):
+        raise ConfigError(f"{where}: '{text}' is not host:port")
+    if not 0 < int(port) < 65536:
+        raise ConfigError(f"{where}: port {port} of '{text}' is not between 1 and 65535")
+    return bare, int(port)
+
+
 class Security(Strict):
     """What the connector and the router share about who may talk to whom."""
 

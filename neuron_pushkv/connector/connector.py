@@ -31,6 +31,7 @@ from neuron_pushkv.connector.worker import WorkerSide
 from neuron_pushkv.device import accelerator_for
 from neuron_pushkv.device.base import HearsOutputs
 from neuron_pushkv.directory import Directory
+from neuron_pushkv.doctor import starting
 from neuron_pushkv.engine import PushEngine
 from neuron_pushkv.errors import ConfigError
 from neuron_pushkv.transport.choosing import open_transport
@@ -111,8 +112,10 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
         device = caches.device_of(kv_caches)
         accelerator = accelerator_for(device.type, -1 if device.index is None else device.index)
         settings = self._settings
+        starting.before_opening(settings, accelerator)
         memory = caches.storages(kv_caches, accelerator)
         transport = open_transport(settings, accelerator, memory)
+        starting.after_opening(settings, transport, accelerator)
         engine = PushEngine(
             settings=settings,
             engine_id=self._kv_transfer_config.engine_id,
