@@ -18,9 +18,9 @@ import numpy as np
 from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.device.neuron import NeuronAccelerator
 from neuron_pushkv.directory import Directory
-from neuron_pushkv.engine import PushEngine
+from neuron_pushkv.engine import PushEngine, Results
 from neuron_pushkv.layout import Group, Layout, Region
-from neuron_pushkv.orders import StepOrders
+from neuron_pushkv.orders import Ready, StepOrders
 from neuron_pushkv.transport.choosing import open_transport
 from neuron_pushkv.wire import Rank
 
@@ -58,6 +58,17 @@ class NeuronSide(Side):
         )
         self.finished, self.failed, self.freed = [], [], []
         self.stats, self.gauges = {}, {}
+        self.steps = 0
+
+    def step(self, orders: StepOrders | None = None, ready: tuple[Ready, ...] = ()) -> Results:
+        """As under vLLM without asynchronous scheduling: when a step begins, the outputs of all before it are there."""
+        self.steps += 1
+        self.accelerator.begin_step(self.steps, self.steps - 1)
+        return super().step(orders, ready)
+
+    def idle_step(self) -> None:
+        """One that has nothing to say."""
+        self.step()
 
     def _address(self, layer: int, block: int) -> int:
         return self.slabs[layer // 2].address + (layer % 2 * BLOCKS + block) * BLOCK_BYTES
@@ -83,6 +94,10 @@ class NeuronSide(Side):
     def ask(self, request: str, prompt: int, tokens: int, blocks: list[int], port: int) -> None:
         sender = ConnectorSettings(port=port)
         self.step(StepOrders(receives=(order(request, prompt, tokens, blocks, sender, "t"),)))
+
+    def links(self) -> int:
+        """How many peers are connected."""
+        return len(self.engine._contacts.links)
 
     def about(self) -> dict[str, Any]:
         """What a test wants to know of the process."""

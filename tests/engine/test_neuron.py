@@ -15,6 +15,7 @@ import pytest
 from tests.fakes.nrt import compile_nrt
 
 from .conftest import free_port
+from .sides import until
 
 SOURCE, TARGET = [1, 2, 3, 4], [14, 11, 13, 12]
 
@@ -78,6 +79,10 @@ def test_push_from_one_device_to_another(pair: tuple[Process, Process]) -> None:
     sender, receiver = pair
     sender.do("prefill", "p", 1, 64, SOURCE)
     receiver.do("ask", "d", 1, 64, TARGET, sender.port)
+    until(lambda: sender.do("links"), "the connection")
+    # The step that computes the prompt has been launched, and nothing has told yet that it has finished.
+    assert receiver.do("blank", TARGET) is True
+    sender.do("idle_step")
     assert receiver.do("await_report", "d") is True
     assert receiver.do("holds", 1, TARGET) is True
     assert receiver.do("others_blank", TARGET) is True
