@@ -61,9 +61,16 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compile_nrt(tmp_path_factory.mktemp("nrt"), defines=["DMABUF_V2"])
 
 
+@pytest.fixture(params=["mapped", "unmapped"])
+def mapping(request: pytest.FixtureRequest) -> str:
+    """Whether device memory has addresses. Without, it is pushed by way of host memory."""
+    return str(request.param)
+
+
 @pytest.fixture
-def pair(library: Path) -> Iterator[tuple[Process, Process]]:
-    processes = Process("sender", library), Process("receiver", library)
+def pair(library: Path, mapping: str) -> Iterator[tuple[Process, Process]]:
+    environment = {"NEURON_RT_MAP_HBM": "1" if mapping == "mapped" else "0"}
+    processes = Process("sender", library, **environment), Process("receiver", library, **environment)
     for process in processes:
         assert process.answer() == "ready"
     yield processes
@@ -75,7 +82,7 @@ def pair(library: Path) -> Iterator[tuple[Process, Process]]:
             pipe.close()
 
 
-def test_push_from_one_device_to_another(pair: tuple[Process, Process]) -> None:
+def test_push_from_one_device_to_another(pair: tuple[Process, Process], mapping: str) -> None:
     sender, receiver = pair
     sender.do("prefill", "p", 1, 64, SOURCE)
     receiver.do("ask", "d", 1, 64, TARGET, sender.port)
@@ -90,8 +97,9 @@ def test_push_from_one_device_to_another(pair: tuple[Process, Process]) -> None:
     assert sender.do("others_blank", SOURCE) is True
     for process in pair:
         about = process.do("about")
-        assert about["kinds"] == ["neuron/mapped"]
-        assert about["hint"] == ""
+        assert about["kinds"] == [f"neuron/{mapping}"]
+        assert ("NEURON_RT_MAP_HBM" in about["hint"]) == (mapping == "unmapped")
         assert about["initialised_here"] is True
-    assert receiver.do("about")["flushes"] > 0  # What has arrived is read once before anybody is told of it.
+    if mapping == "mapped":  # Then what has arrived is read once before anybody is told of it.
+        assert receiver.do("about")["flushes"] > 0
     assert [process.end() for process in pair] == [0, 0]
