@@ -28,6 +28,7 @@ from neuron_pushkv.receiving import Receiving
 from neuron_pushkv.steps import STEP_SECONDS, Steps
 from neuron_pushkv.telemetry import Telemetry, transfer_of
 from neuron_pushkv.transport.base import Arrived, Event, Failed, Registration, Transport, Written, immediate
+from neuron_pushkv.transport.choosing import bounces
 from neuron_pushkv.wire import (
     Accepted,
     AnyMessage,
@@ -87,7 +88,7 @@ class PushEngine:
         directory: tuple[str, int],
         sizes: Sizes = (1, 1),
     ) -> None:
-        bounced = bool(memory) and (settings.bounce == "always" or not all(part.mapped for part in memory))
+        bounced = bounces(settings, memory)
         if accelerator.needs_flush and not bounced and not transport.flushes:
             raise DeviceError(
                 f"{accelerator.name} memory must be flushed after each receipt, which transport '{transport.provider}' "

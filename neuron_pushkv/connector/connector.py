@@ -29,7 +29,7 @@ from neuron_pushkv.connector.scheduler import SchedulerSide
 from neuron_pushkv.connector.stats import PushKVMetrics, PushKVStats
 from neuron_pushkv.connector.worker import WorkerSide
 from neuron_pushkv.device import accelerator_for
-from neuron_pushkv.device.base import HearsOutputs
+from neuron_pushkv.device.base import Accelerator, HearsOutputs
 from neuron_pushkv.directory import Directory
 from neuron_pushkv.doctor import starting
 from neuron_pushkv.engine import PushEngine
@@ -61,6 +61,7 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._memory: SlabContext | None = None
         self._directory: Directory | None = None
+        self._accelerator: Accelerator | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._start_scheduler(transfer.engine_id, parallel, kv_cache_config)
 
@@ -110,7 +111,7 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
             packs_keys=compat.packs_keys(self._vllm_config),
         )
         device = caches.device_of(kv_caches)
-        accelerator = accelerator_for(device.type, -1 if device.index is None else device.index)
+        self._accelerator = accelerator = accelerator_for(device.type, -1 if device.index is None else device.index)
         settings = self._settings
         starting.before_opening(settings, accelerator)
         memory = caches.storages(kv_caches, accelerator)
@@ -254,6 +255,8 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
         """End all transfers and connections."""
         if self._worker is not None:
             self._worker.close()
+        if self._accelerator is not None:
+            self._accelerator.close()
         if self._directory is not None:
             self._directory.close()
 

@@ -16,6 +16,11 @@ def wants_nixl(settings: ConnectorSettings, accelerator: Accelerator) -> bool:
     return settings.transport == "nixl"
 
 
+def bounces(settings: ConnectorSettings, memory: Sequence[Memory]) -> bool:
+    """Whether KV in ``memory`` goes through the host's, which is then all that the network is shown."""
+    return bool(memory) and (settings.bounce == "always" or not all(part.mapped for part in memory))
+
+
 def open_transport(settings: ConnectorSettings, accelerator: Accelerator, memory: Sequence[Memory]) -> Transport:
     """Open it, for ``memory``, over the cards that are nearest to it.
 
@@ -27,16 +32,15 @@ def open_transport(settings: ConnectorSettings, accelerator: Accelerator, memory
         return NixlTransport(settings.nixl_backend)
     from neuron_pushkv.transport.fabric import FabricTransport
 
-    # Memory without a mapping is copied through the host's, and then only that is the network's to see.
-    device = next((part.kind for part in memory if part.mapped), MemoryKind.HOST)
+    bounced = bounces(settings, memory)
     return FabricTransport(
         settings.provider,
         settings.libfabric,
         settings.host,
         nics=accelerator.nics(memory[0]) if memory and settings.provider.startswith("efa") else (),
-        flush=accelerator.needs_flush,
+        flush=accelerator.needs_flush and not bounced,
         core=settings.progress_core,
-        device=device,
+        device=MemoryKind.HOST if bounced or not memory else memory[0].kind,
         export=accelerator.export,
         hint=accelerator.hint,
     )

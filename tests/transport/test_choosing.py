@@ -1,0 +1,39 @@
+"""What the settings and the memory make of a transport."""
+
+from __future__ import annotations
+
+import pytest
+
+from neuron_pushkv.config import ConnectorSettings
+from neuron_pushkv.device.base import Memory, MemoryKind
+from neuron_pushkv.device.host import HostAccelerator
+from neuron_pushkv.transport.choosing import bounces, open_transport
+
+MAPPED = Memory(1 << 20, 4096, MemoryKind.NEURON, 0)
+HIDDEN = Memory(1 << 20, 4096, MemoryKind.NEURON, 0, mapped=False)
+
+
+class Flushing(HostAccelerator):
+    """A device that must be flushed."""
+
+    name = "neuron"
+    needs_flush = True
+
+
+@pytest.mark.parametrize(
+    ("bounce", "memory", "bounced"),
+    [
+        ("auto", [MAPPED], False),
+        ("auto", [MAPPED, HIDDEN], True),
+        ("always", [MAPPED], True),
+        ("always", [], False),
+    ],
+)
+def test_memory_that_only_the_host_sees_needs_no_flush(bounce: str, memory: list[Memory], bounced: bool) -> None:
+    settings = ConnectorSettings.model_validate({"provider": "tcp", "bounce": bounce})
+    assert bounces(settings, memory) == bounced
+    transport = open_transport(settings, Flushing(), memory)
+    try:
+        assert transport.flushes == (not bounced)
+    finally:
+        transport.close()
