@@ -8,6 +8,7 @@ from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.device.base import Memory, MemoryKind
 from neuron_pushkv.device.host import HostAccelerator
 from neuron_pushkv.transport.choosing import bounces, open_transport
+from tests.transport.conftest import first_library
 
 MAPPED = Memory(1 << 20, 4096, MemoryKind.NEURON, 0)
 HIDDEN = Memory(1 << 20, 4096, MemoryKind.NEURON, 0, mapped=False)
@@ -30,7 +31,7 @@ class Flushing(HostAccelerator):
     ],
 )
 def test_memory_that_only_the_host_sees_needs_no_flush(bounce: str, memory: list[Memory], bounced: bool) -> None:
-    settings = ConnectorSettings.model_validate({"provider": "tcp", "bounce": bounce})
+    settings = ConnectorSettings.model_validate({"provider": "tcp", "bounce": bounce, "libfabric": first_library()})
     assert bounces(settings, memory) == bounced
     transport = open_transport(settings, Flushing(), memory)
     try:
