@@ -17,6 +17,7 @@ from rich.console import Console
 from neuron_pushkv import __version__
 from neuron_pushkv.config import RouterSettings, load_fleet, parse
 from neuron_pushkv.errors import ConfigError, PushKVError
+from neuron_pushkv.simulate.command import simulate
 
 DEFAULT_FLEET = Path("configs/local-cpu.yaml")
 DEFAULT_LOGS = Path("pushkv-logs")
@@ -116,6 +117,9 @@ def show_config(config: Path) -> None:
     settings = settings.model_copy(update={"router": fleet_router(settings)})
     values = _masked(settings.model_dump(mode="json"))
     click.echo(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), nl=False)
+
+
+main.add_command(simulate)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
