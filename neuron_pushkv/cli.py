@@ -17,7 +17,6 @@ from rich.console import Console
 from neuron_pushkv import __version__
 from neuron_pushkv.config import RouterSettings, load_fleet, parse
 from neuron_pushkv.errors import ConfigError, PushKVError
-from neuron_pushkv.simulate.command import simulate
 
 DEFAULT_FLEET = Path("configs/local-cpu.yaml")
 DEFAULT_LOGS = Path("pushkv-logs")
@@ -26,7 +25,20 @@ _SECRET_WORDS = ("key", "token", "secret", "password")
 
 
 class _Group(click.Group):
-    """Our own errors end a command with one line and status 2, never with a traceback."""
+    """Our own errors end a command with one line and status 2, never with a traceback.
+
+    ``simulate`` has its commands elsewhere, which take a moment to load and are loaded when asked for.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), "simulate"])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == "simulate":
+            from neuron_pushkv.simulate.command import simulate
+
+            return simulate
+        return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -117,9 +129,6 @@ def show_config(config: Path) -> None:
     settings = settings.model_copy(update={"router": fleet_router(settings)})
     values = _masked(settings.model_dump(mode="json"))
     click.echo(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), nl=False)
-
-
-main.add_command(simulate)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -8,8 +8,14 @@ from typing import Any
 import click
 
 from neuron_pushkv.simulate import report
+from neuron_pushkv.simulate.capacity import best, fleets, offered, parked_tokens
 from neuron_pushkv.simulate.options import Session, common_options, scenario_options, varied
-from neuron_pushkv.simulate.scenario import MODES, Mode, changed, scenario
+from neuron_pushkv.simulate.published import ALL_ASSUME, CONVERSATION, LOAD, rows
+from neuron_pushkv.simulate.replication import difference
+from neuron_pushkv.simulate.scenario import MODES, Mode, Scenario, changed, scenario
+from neuron_pushkv.simulate.threshold import break_even, recompute_seconds, transfer_seconds
+
+OF_A_TRANSFER = ("block_tokens", "floor_ms", "rails", "rail_gigabytes", "posting_us")
 
 
 @click.group()
@@ -46,8 +52,6 @@ def run(session: Session, modes: tuple[Mode, ...], vary: str | None = None, **se
 @common_options
 def paying(session: Session, vary: str, **settings: Any) -> None:
     """Where push stops paying: its TTFT and TPOT less those of late push and of pull, under the same load."""
-    from neuron_pushkv.simulate.replication import difference
-
     name, values = varied(vary, settings)
     headings = ("push\nTTFT mean ms", "less\nTTFT ms", "less\nTPOT ms")
     table = report.headed(
@@ -84,8 +88,6 @@ def paying(session: Session, vary: str, **settings: Any) -> None:
 @common_options
 def capacity(session: Session, goal: float, **settings: Any) -> None:
     """How many P and D a load needs for the SLO (--slo-ttft-ms, --slo-tpot-ms)."""
-    from neuron_pushkv.simulate.capacity import best, fleets, offered
-
     base = scenario(settings)
     load = offered(base, session.table)
     tried = fleets(base, session.table, goal, session.simulate)
@@ -128,8 +130,6 @@ def parked(session: Session, **settings: Any) -> None:
     Without other settings: 10 turns of 2,048 tokens each, 0.1 conversations a second. Runs until four times the
     time that KV is kept have passed, and counts the second half.
     """
-    from neuron_pushkv.simulate.capacity import parked_tokens
-
     settings = {"turns": 10, "input": 2048, "rate": 0.1, **settings, "return_path": True}
     base = scenario({**settings, "requests": 1, "warm_up": 0})
     span = base.keep_seconds + base.turns * (base.think_seconds + 1)
@@ -154,16 +154,10 @@ def parked(session: Session, **settings: Any) -> None:
 
 
 @simulate.command()
-@click.option("--floor-ms", type=float)
-@click.option("--rails", type=int)
-@click.option("--rail-gigabytes", type=float)
-@click.option("--block-tokens", type=int)
-@click.option("--posting-us", type=float)
+@scenario_options(*(set(Scenario.model_fields) - set(OF_A_TRANSFER)))
 @common_options
 def threshold(session: Session, **settings: Any) -> None:
     """What kv_recompute_threshold should be: from how many tokens on fetching is quicker than computing."""
-    from neuron_pushkv.simulate.threshold import break_even, recompute_seconds, transfer_seconds
-
     base = scenario(settings)
     headings = ("fetch from\ntokens on", "fetching them\ntakes ms", "computing them\ntakes ms")
     table = report.headed("Break-even, idle engines and network", ("cached before",), headings)
@@ -187,8 +181,6 @@ def threshold(session: Session, **settings: Any) -> None:
 @common_options
 def published(session: Session) -> None:
     """The published figures of two P5en beside simulated ones, with the assumptions that each needs."""
-    from neuron_pushkv.simulate.published import ALL_ASSUME, CONVERSATION, LOAD, rows
-
     table = report.headed("Published figures, ms", ("figure", "published"), ("",))
     table.add_column("assumptions", ratio=1)
     cases = []

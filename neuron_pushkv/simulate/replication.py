@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from neuron_pushkv.simulate.measures import figures, parked_series
-from neuron_pushkv.simulate.model import simulate
 from neuron_pushkv.simulate.scenario import Scenario
 from neuron_pushkv.simulate.tables import ServiceTable
 
@@ -70,6 +69,8 @@ def replicate(
     finished: Callable[[], None] = lambda: None,
 ) -> Result:
     """Simulate with seeds ``seed``, ``seed + 1``, ...; scenarios with the same seeds get the same load."""
+    from neuron_pushkv.simulate.model import simulate
+
     every: list[dict[str, float]] = []
     parked: list[tuple[float, float]] = []
     for number in range(replications):

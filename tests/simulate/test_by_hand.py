@@ -149,7 +149,9 @@ def test_phases_add_up_to_ttft(mode: str) -> None:
 def turns(**settings: Any) -> list[Request]:
     """Three turns of 1,000 tokens and an answer of 11."""
     quick = {"think_seconds": 5, "turns": 3, "input": 1000, "mode": "pull"}
-    return list(run(**{**quick, **settings}, floor_ms=30, **SLOW).requests)
+    trace = run(**{**quick, **settings}, floor_ms=30, **SLOW)
+    assert [engine.left for engine in trace.prefills] == [0]
+    return list(trace.requests)
 
 
 def test_a_prompt_is_all_that_was_said_before() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -172,10 +172,14 @@ def test_bad_input_is_one_line_and_status_2(arguments: tuple[str, ...], sentence
     assert sentence in line
 
 
-def test_without_simpy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    masked: dict[str, Any] = {"simpy": None}
-    for name, module in masked.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    result = call("run", *QUICK)
-    assert result.exit_code == 2
-    assert result.stderr == "pushkv: pushkv simulate needs SimPy: pip install 'neuron-pushkv[simulate]'\n"
+def test_without_simpy_it_says_what_to_install_and_the_rest_works() -> None:
+    program = "import sys\nsys.modules['simpy'] = None\nfrom neuron_pushkv.cli import main\nmain(sys.argv[1:])\n"
+
+    def without(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-W", "error", "-c", program, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+
+    assert without("--version").returncode == 0
+    done = without("simulate", "run", *QUICK)
+    assert done.returncode == 2
+    assert done.stderr == "pushkv: pushkv simulate needs SimPy: pip install 'neuron-pushkv[simulate]'\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from neuron_pushkv.simulate.capacity import best, fleets, offered, parked_tokens
+from neuron_pushkv.simulate.capacity import Tried, best, fleets, offered, parked_tokens
 from neuron_pushkv.simulate.published import LOAD
 from neuron_pushkv.simulate.replication import Result, replicate
 from neuron_pushkv.simulate.scenario import Scenario, changed, scenario
@@ -48,6 +48,15 @@ def test_the_fewest_engines_that_do_are_found() -> None:
     fleet = answer.result.scenario
     assert all(not each.enough for each in tried if each.result.scenario.decodes < fleet.decodes)
     assert best(fleets(changed(base, slo_ttft_ms=900, requests=20), table(), 0.9, simulated)) is None
+
+
+def test_the_best_of_the_fleets_that_do_is_the_answer() -> None:
+    def tried(share: float, enough: bool) -> Tried:
+        return Tried(Result(plain(), table(), 0, 1, {"goodput.share": [share]}, []), enough)
+
+    fleets_of_three = [tried(0.92, True), tried(0.97, True), tried(0.99, False)]
+    assert best(fleets_of_three) is fleets_of_three[1]
+    assert best([tried(0.5, False)]) is None
 
 
 def test_parked_memory_is_what_littles_law_says() -> None:
