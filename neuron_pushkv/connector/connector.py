@@ -16,8 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from neuron_pushkv import config
 from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.connector import caches, compat
+from neuron_pushkv.connector.contiguity import Contiguity
 from neuron_pushkv.connector.fingerprint import fingerprint
 from neuron_pushkv.connector.groups import block_bytes, groups_of
+from neuron_pushkv.connector.memory import SlabContext
 from neuron_pushkv.connector.metadata import PushKVMetadata, StepNumber
 from neuron_pushkv.connector.parameters import AllowedHosts
 from neuron_pushkv.connector.parking import Parking
@@ -29,6 +31,7 @@ from neuron_pushkv.connector.worker import WorkerSide
 from neuron_pushkv.device import accelerator_for
 from neuron_pushkv.device.base import HearsOutputs
 from neuron_pushkv.directory import Directory
+from neuron_pushkv.doctor import starting
 from neuron_pushkv.engine import PushEngine
 from neuron_pushkv.errors import ConfigError
 from neuron_pushkv.transport.choosing import open_transport
@@ -56,6 +59,7 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._port = self._settings.port + parallel.data_parallel_index
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._memory: SlabContext | None = None
         self._directory: Directory | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._start_scheduler(transfer.engine_id, parallel, kv_cache_config)
@@ -80,10 +84,18 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
             },
             parking=Parking(self._directory, limit=limit, block_bytes=size),
             fail_refused=self._kv_transfer_config.kv_load_failure_policy == "fail",
+            contiguity=Contiguity(settings.block_order),
             by_step=settings.push_granularity != "request",
         )
 
     # Worker process.
+
+    def get_mem_pool_context(self) -> SlabContext | None:
+        """Where vLLM allocates its KV cache. On other devices than the CPU that is for torch's allocator to say."""
+        if self._vllm_config.device_config.device_type != "cpu":
+            return None
+        self._memory = SlabContext(accelerator_for("cpu", -1))
+        return self._memory
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """The cache is allocated: register its memory with the network and listen for peers."""
@@ -100,8 +112,10 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
         device = caches.device_of(kv_caches)
         accelerator = accelerator_for(device.type, -1 if device.index is None else device.index)
         settings = self._settings
+        starting.before_opening(settings, accelerator)
         memory = caches.storages(kv_caches, accelerator)
         transport = open_transport(settings, accelerator, memory)
+        starting.after_opening(settings, transport, accelerator)
         engine = PushEngine(
             settings=settings,
             engine_id=self._kv_transfer_config.engine_id,
@@ -116,11 +130,13 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
             sizes=(place.pp_size, place.tp_size),
         )
         about = {"provider": transport.provider, "library": transport.library}
+        slabs = self._memory.bytes_of(memory) if self._memory is not None else 0
         self._worker = WorkerSide(
             engine,
             leads=(rank.pp, rank.tp) == (0, 0),
             about=about,
             listener=accelerator if isinstance(accelerator, HearsOutputs) else None,
+            measured={"slab_bytes": {str(rank): slabs}},
         )
 
     def handle_preemptions(self, kv_connector_metadata: PushKVMetadata) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from neuron_pushkv.connector import compat
+from neuron_pushkv.connector.contiguity import Contiguity
 from neuron_pushkv.connector.guard import guarded
 from neuron_pushkv.connector.metadata import PushKVMetadata
 from neuron_pushkv.connector.parameters import AllowedHosts, BadParameters, DecodeLeg, Leg, parse
@@ -46,6 +47,7 @@ class SchedulerSide:
         coordinates: Mapping[str, Any],
         parking: Parking,
         fail_refused: bool,
+        contiguity: Contiguity,
         by_step: bool = True,
     ) -> None:
         self._model = model
@@ -67,6 +69,8 @@ class SchedulerSide:
             by_step=by_step,
         )
         self._receiving = Receiving(groups)
+        self._block_size = groups[0].block_size
+        self._contiguity = contiguity
         self._releases: list[Release] = []
         self._pool: Any = None
         self._gauges: dict[str, int] = {}
@@ -83,6 +87,7 @@ class SchedulerSide:
         """vLLM's block pool."""
         self._pool = pool
         self._sending.bind_pool(pool)
+        self._contiguity.bind(pool)
 
     # Hooks, in the order of a request's life.
 
@@ -116,6 +121,7 @@ class SchedulerSide:
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
         """How many tokens will be pushed to us: the rest of the prompt, once per request."""
         self._free()
+        self._contiguity.begin(-(-(request.num_prompt_tokens - computed) // self._block_size))
         if not self._receiving.wants(request.request_id):
             return NOTHING
         missing = self._receiving.end(request.num_prompt_tokens) - computed
@@ -124,6 +130,7 @@ class SchedulerSide:
     @guarded(lambda self, request, blocks, external: self._give_up(request, blocks, external))
     def update_state_after_alloc(self, request: Any, blocks: Any, external: int) -> None:
         """vLLM has allocated the prompt's blocks, and waits for ``external`` tokens if there are any."""
+        self._contiguity.begun()
         if not self._receiving.wants(request.request_id):
             return  # Not one of ours, or the second call, after its load.
         if external == 0:
@@ -187,7 +194,9 @@ class SchedulerSide:
 
     @guarded(lambda self, output: self._sending.blind_step())
     def _read_step(self, output: Any) -> tuple[tuple[str, ...], tuple[Ready, ...]]:
-        return self._sending.step(compat.step_view(output, self._sending))
+        step = self._sending.step(compat.step_view(output, self._sending))
+        self._contiguity.grow(self._sending.growing())
+        return step
 
     def _parse(self, request: Any) -> Leg | None:
         return parse(request.kv_transfer_params, self._hosts, self._tp_size, self._pp_size)

@@ -6,11 +6,12 @@ sharing its blocks, and an engine that keeps KV may sleep.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from neuron_pushkv.connector.compat import NULL_BLOCK, Scheduled, StepView
+from neuron_pushkv.connector.contiguity import Growing
 from neuron_pushkv.connector.parameters import PrefillLeg
 from neuron_pushkv.connector.parking import Parking
 from neuron_pushkv.content import Content
@@ -103,6 +104,15 @@ class Sending:
             offered.known = False
             self._unseal(offered)
         return tuple(self._offered), ()
+
+    def growing(self) -> Iterator[Growing]:
+        """Prompts of which a part is computed."""
+        for offered in self._offered.values():
+            if offered.running and offered.known and not offered.sealed:
+                for group, table in zip(self._groups, offered.tables, strict=True):
+                    more = group.blocks_for(0, offered.tokens) - len(table)
+                    if table and more > 0:
+                        yield Growing(table[-1], more)
 
     def finished(self, request: str, tables: Blocks) -> dict[str, Any] | None:
         """vLLM is about to free the request's blocks. If they hold its prompt: keep them, and answer the parameters

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from neuron_pushkv.connector.metadata import PushKVMetadata, StepNumber
@@ -58,17 +58,24 @@ class Engine(Protocol):
 class WorkerSide:
     """See the module's text. ``leads``: this rank speaks for the engine where each rank would count the same event.
 
-    ``about`` names the effective provider and library for the metrics. ``listener``, if there is one, is told of the
-    steps whose outputs vLLM has got.
+    ``about`` names the effective provider and library for the metrics, ``measured`` maps gauges to what they are for
+    good on each rank that is known here. ``listener``, if there is one, is told of the steps whose outputs vLLM has.
     """
 
     def __init__(
-        self, engine: Engine, *, leads: bool, about: dict[str, str], listener: HearsOutputs | None = None
+        self,
+        engine: Engine,
+        *,
+        leads: bool,
+        about: dict[str, str],
+        measured: Mapping[str, Mapping[str, float]] | None = None,
+        listener: HearsOutputs | None = None,
     ) -> None:
         self._engine = engine
         self._listener = listener
         self._leads = leads
         self._about = about
+        self._measured = measured or {}
         self._step = 0
         self._open: dict[str, Blocks] = {}
         self._announced: set[str] = set()
@@ -135,17 +142,18 @@ class WorkerSide:
         return taken
 
     def take_stats(self) -> dict[str, Any]:
-        """What has happened since the last call; the first one says which provider is in effect."""
+        """What has happened since the last call; the first one says which provider is in effect, and the like."""
         stats = {**self._about, **self._engine.take_stats()}
         self._about = {}
         for name, ours in (("events", self._events), ("transfers", self._untried)):
             if ours:
                 stats[name] = dict(Counter(stats.get(name, {})) + ours)
                 ours.clear()
-        if self._gauges:
-            whole = {name: {"engine": value} for name, value in self._gauges.items()}
-            stats["gauges"] = {**stats.get("gauges", {}), **whole}
+        gauges = {**self._measured, **{name: {"engine": value} for name, value in self._gauges.items()}}
+        if gauges:
+            stats["gauges"] = {**stats.get("gauges", {}), **gauges}
             self._gauges.clear()
+            self._measured = {}
         return stats
 
     def close(self) -> None:

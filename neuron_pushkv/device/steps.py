@@ -1,7 +1,8 @@
-"""Ready words for devices whose steps are waited for by a thread of ours."""
+"""Ready words: whether one is reached, and those of devices whose steps are waited for by a thread of ours."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections.abc import Callable
@@ -13,6 +14,14 @@ from numpy.typing import NDArray
 from neuron_pushkv.device.base import ReadyWord
 
 logger = logging.getLogger(__name__)
+
+
+def is_reached(ready: ReadyWord | None) -> bool:
+    """Whether there is nothing to wait for (any more)."""
+    if ready is None:
+        return True
+    word = ctypes.c_uint32.from_address(ready.address).value
+    return (word - ready.value) % (1 << 32) < 1 << 31
 
 
 class StepWord:

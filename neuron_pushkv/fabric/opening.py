@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from neuron_pushkv.device.base import MemoryKind
 from neuron_pushkv.errors import FabricError, ProviderMismatch
 from neuron_pushkv.fabric import discovery
 
@@ -19,8 +20,17 @@ API_VERSION = (1, 22)
 TX_DEPTH = 256
 """Writes under way per peer and rail. More gains nothing (a round trip is covered); a fence leaves more in doubt."""
 
+INTERFACES = {MemoryKind.HOST: 0, MemoryKind.CUDA: 1, MemoryKind.NEURON: 4}
+"""libfabric's FI_HMEM_* for each kind of memory (rdma/fi_domain.h)."""
+
 STRIPE = 256 << 10
 """Bytes. Longer writes are split so that all rails have a share of each; shorter ones go over one rail as they are."""
+
+
+HOW_TO_GET_HMEM = {
+    MemoryKind.NEURON: "use the libfabric of AWS's EFA software, and start Neuron's runtime before its first use",
+    MemoryKind.CUDA: "use the libfabric of AWS's EFA software, and see that it finds NVIDIA's driver (libcuda.so.1)",
+}
 
 
 def native() -> ModuleType:
@@ -62,6 +72,8 @@ class Options:
     flush: bool = False
     cpu: int | None = None
     most_registered: int | None = None
+    device: MemoryKind = MemoryKind.HOST
+    hint: str = ""
 
 
 def open_core(module: ModuleType, asked: str, opening: Options) -> Any:
@@ -85,6 +97,7 @@ def open_core(module: ModuleType, asked: str, opening: Options) -> Any:
     # All the cards that there are make sense with EFA; elsewhere several would be several ways through one.
     options.rails = opening.rails or (0 if fabric_name or opening.nics else 1)
     options.stripe = STRIPE
+    options.interface = INTERFACES[opening.device]
     options.flush = opening.flush
     options.most_registered = opening.most_registered or 0
     options.cpu = -1 if opening.cpu is None else opening.cpu
@@ -107,6 +120,11 @@ def open_core(module: ModuleType, asked: str, opening: Options) -> Any:
             tried.append(f"{where}: too old, {version_text(packed(LEAST_VERSION))} or later is needed")
         elif code == lib.PK_NO_PROVIDER:
             raise _not_offered(asked, provider, text, where, opening.host)
+        elif code == lib.PK_NO_HMEM:
+            raise FabricError(
+                f"{where} has provider '{asked}', but not for {opening.device} memory (not offered with FI_HMEM); "
+                f"{opening.hint or HOW_TO_GET_HMEM[opening.device]}"
+            )
         elif code == lib.PK_NO_NIC:
             raise FabricError(
                 f"network cards {', '.join(opening.nics)} were asked for, but with provider '{asked}' {where} has here "
@@ -118,7 +136,8 @@ def open_core(module: ModuleType, asked: str, opening: Options) -> Any:
                 "process may be allowed fewer; set 'progress_core' to one of those, or leave it unset"
             )
         else:
-            raise FabricError(f"{where}: provider '{asked}' can't be opened: {text}")
+            advice = f"; {opening.hint}" if opening.hint else ""
+            raise FabricError(f"{where}: provider '{asked}' can't be opened: {text}{advice}")
     raise FabricError(f"no usable libfabric ({'; '.join(tried)}); {discovery.HOW_TO_GET_ONE}")
 
 

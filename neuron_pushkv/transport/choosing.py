@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from neuron_pushkv.config import ConnectorSettings
-from neuron_pushkv.device.base import Accelerator, Memory
+from neuron_pushkv.device.base import Accelerator, Memory, MemoryKind
 from neuron_pushkv.transport.base import Transport
 
 
@@ -27,11 +27,16 @@ def open_transport(settings: ConnectorSettings, accelerator: Accelerator, memory
         return NixlTransport(settings.nixl_backend)
     from neuron_pushkv.transport.fabric import FabricTransport
 
+    # Memory without a mapping is copied through the host's, and then only that is the network's to see.
+    device = next((part.kind for part in memory if part.mapped), MemoryKind.HOST)
     return FabricTransport(
         settings.provider,
         settings.libfabric,
         settings.host,
-        nics=accelerator.nics(memory[0]) if memory else (),
+        nics=accelerator.nics(memory[0]) if memory and settings.provider.startswith("efa") else (),
         flush=accelerator.needs_flush,
         core=settings.progress_core,
+        device=device,
+        export=accelerator.export,
+        hint=accelerator.hint,
     )

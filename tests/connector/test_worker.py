@@ -29,6 +29,15 @@ def step(number: int, refused: tuple[Refused, ...] = (), **orders: Any) -> PushK
     return PushKVMetadata(number, StepOrders(**orders), refused)
 
 
+def test_what_is_measured_once_is_told_once_for_each_rank() -> None:
+    engine = EngineDouble()
+    worker = WorkerSide(engine, leads=False, about={}, measured={"slab_bytes": {"0.0.1": 4096}})
+    engine.stats = {"gauges": {"open_sends": {"0.0.1": 2}}}
+    assert worker.take_stats() == {"gauges": {"open_sends": {"0.0.1": 2}, "slab_bytes": {"0.0.1": 4096}}}
+    engine.stats = {}
+    assert worker.take_stats() == {}
+
+
 def test_a_step_is_carried_out_once_whichever_hook_comes_first() -> None:
     worker, engine = side()
     metadata = step(1, receives=(receive("a", 1, 2),))
