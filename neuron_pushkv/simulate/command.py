@@ -145,7 +145,7 @@ def parked(session: Session, **settings: Any) -> None:
         ("conversations whose KV gave way", report.shown(result["evicted_conversations"])),
         ("TTFT of the last turn, median ms", report.shown(result["ttft_last_turn_ms.median"])),
     )
-    table = report.headed("KV that waits for the next turn", ("",), ("",))
+    table = report.headed("KV that waits for the next turn", ("",), ("figure",))
     for row in rows:
         table.add_row(*row)
     session.show(table)
@@ -160,7 +160,7 @@ def threshold(session: Session, **settings: Any) -> None:
     """What kv_recompute_threshold should be: from how many tokens on fetching is quicker than computing."""
     base = scenario(settings)
     headings = ("fetch from\ntokens on", "fetching them\ntakes ms", "computing them\ntakes ms")
-    table = report.headed("Break-even, idle engines and network", ("cached before",), headings)
+    table = report.headed("Break-even on idle engines", ("cached before",), headings)
     cases = []
     for context in (0, *(tokens for tokens, _ in session.table.prefill_ms[:-1])):
         tokens = break_even(context, base, session.table)
@@ -181,7 +181,7 @@ def threshold(session: Session, **settings: Any) -> None:
 @common_options
 def published(session: Session) -> None:
     """The published figures of two P5en beside simulated ones, with the assumptions that each needs."""
-    table = report.headed("Published figures, ms", ("figure", "published"), ("",))
+    table = report.headed("Published figures, ms", ("figure", "published"), ("ms",))
     table.add_column("assumptions", ratio=1)
     cases = []
     for row in rows(session.table, session.simulate, session.replications):

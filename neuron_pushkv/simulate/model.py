@@ -50,8 +50,8 @@ class _Delivery:
     """Filled at P and not sent."""
     sealed: bool = False
     """Nothing more will be filled."""
-    arrives: float = 0.0
-    """When what has been sent is in place at D."""
+    moving: int = 0
+    """Transfers that are under way."""
 
 
 def simulate(scenario: Scenario, table: ServiceTable, seed: int, finished: Callable[[], None] = lambda: None) -> Trace:
@@ -170,8 +170,9 @@ class _Model:
             return
         source.left -= missing
         request.prefill_hit += missing
-        ends = self._send(missing, home, source, poster=source if self._scenario.mode == "pull" else home)
-        yield self._env.timeout(ends - self._env.now)
+        poster = source if self._scenario.mode == "pull" else home
+        self._owe(poster, missing)
+        yield from self._transfer(missing, home, source, poster)
 
     def _filled(self, request: Request, tokens: int, last: bool) -> None:
         delivery = self._deliveries[request]
@@ -188,30 +189,39 @@ class _Model:
     def _push(self, request: Request) -> None:
         delivery = self._deliveries[request]
         target = delivery.target
-        if target is None or not (delivery.sealed or self._scenario.stream):
-            return
-        if delivery.ready:
+        if target is not None and delivery.ready and (delivery.sealed or self._scenario.stream):
             poster = target if self._scenario.mode == "pull" else delivery.source
-            delivery.arrives = self._send(delivery.ready, delivery.source, target, poster)
+            self._owe(poster, delivery.ready)
+            self._env.process(self._deliver(request, delivery, target, poster, delivery.ready))
             delivery.ready = 0
-        if delivery.sealed:
-            self._env.process(self._land(request, target, max(delivery.arrives, self._env.now)))
+            delivery.moving += 1
 
-    def _land(self, request: Request, target: Decode, when: float) -> Generator[simpy.Event]:
-        yield self._env.timeout(when - self._env.now)
-        self._kept.add(self._env.now, -request.prompt)
-        del self._deliveries[request], self._homes[request]
-        target.land(request)
+    def _owe(self, poster: Prefill | Decode, tokens: int) -> None:
+        """Where posting stops the engine that posts, its next step waits for it."""
+        if self._scenario.inline:
+            poster.owed += self._scenario.posting_seconds(tokens, self._table)
 
-    def _send(self, tokens: int, source: Prefill | Decode, target: Prefill | Decode, poster: Prefill | Decode) -> float:
-        """Put so many tokens on the wire after all that is on it. When they are in place."""
+    def _deliver(
+        self, request: Request, delivery: _Delivery, target: Decode, poster: Prefill | Decode, tokens: int
+    ) -> Generator[simpy.Event]:
+        yield from self._transfer(tokens, delivery.source, target, poster)
+        delivery.moving -= 1
+        if delivery.sealed and not delivery.moving:
+            self._kept.add(self._env.now, -request.prompt)
+            del self._deliveries[request], self._homes[request]
+            target.land(request)
+
+    def _transfer(
+        self, tokens: int, source: Prefill | Decode, target: Prefill | Decode, poster: Prefill | Decode
+    ) -> Generator[simpy.Event]:
+        """Post so many tokens and move them, each after all that came before; what is posted moves meanwhile."""
         posting = self._scenario.posting_seconds(tokens, self._table)
         moving = self._scenario.wire_seconds(tokens, self._table)
-        if self._scenario.inline:
-            poster.owed += posting
-        posted = occupy((poster.poster,), self._env.now, posting)
-        moved = occupy((source.out, target.into), posted, moving)  # what is posted moves while the rest is posted
-        return max(posted + posting, moved + moving) + self._scenario.floor_ms / 1000
+        begun = occupy((poster.poster,), self._env.now, posting)
+        yield self._env.timeout(begun - self._env.now)
+        moved = occupy((source.out, target.into), self._env.now, moving) + moving
+        ends = max(begun + posting, moved) + self._scenario.floor_ms / 1000
+        yield self._env.timeout(ends - self._env.now)
 
     def _choose_prefill(self) -> Prefill:
         self._prefill_turn += 1

@@ -66,6 +66,8 @@ def rows(table: ServiceTable, replicate: Replicate, replications: int) -> list[R
     posting = fitted_posting(run, hit)
     dear = run(changed(LOAD, prefix_hit=hit, mode="pull", posting_us=posting))
     cold = "every prompt cold: P gets 2.8 times what it can do, so TTFT is its queue and grows with the run"
+    most = LOAD.slots / (LOAD.output.longest * table.decode_seconds(LOAD.slots) + LOAD.slots * _posting(table))
+    short = f"D's slots do {most:.1f} a second at most, so it grows with the run"
     warm = f"{hit:.1%} of each prompt cached on P"
     slow = f"{posting:.1f} us to post a descriptor instead of {LOAD.posting_us} (fitted to the TPOT of pull)"
     return [
@@ -83,7 +85,7 @@ def rows(table: ServiceTable, replicate: Replicate, replications: int) -> list[R
             "TTFT pull",
             PULL_TTFT,
             longer["ttft_ms.mean"],
-            f"the same, {LONGER * LOAD.requests} requests: D can't keep up",
+            f"the same, {LONGER * LOAD.requests} requests: {short}",
         ),
         Row("TTFT pull", PULL_TTFT, dear["ttft_ms.mean"], f"{warm}; inline, {slow}"),
         Row("TPOT push", PUSH_TPOT, push["tpot_ms.mean"], warm),
@@ -92,6 +94,11 @@ def rows(table: ServiceTable, replicate: Replicate, replications: int) -> list[R
         Row("TPOT pull", PULL_TPOT, dear["tpot_ms.mean"], f"{warm}; inline, {slow}", fitted=True),
         *_conversations(table, replicate),
     ]
+
+
+def _posting(table: ServiceTable) -> float:
+    """Seconds to post one prompt of :data:`LOAD`."""
+    return LOAD.posting_seconds(LOAD.input.longest, table)
 
 
 def fitted_hit(run: Callable[[Scenario], Result]) -> float:
@@ -128,9 +135,7 @@ def _conversations(table: ServiceTable, replicate: Replicate) -> list[Row]:
     glm = glm_table(table, factor)
     cold = "last of 10 turns, alone; P cold; KV pulled whole"
     warm = f"the same; D gives P what it has, P computes {TURN_TOKENS:,} tokens and sends only those"
-    scaled = (
-        f"service times unknown: Qwen's prefill times {factor:.2f}, fitted to the first GLM figure; KV of 78 latents"
-    )
+    scaled = f"service times unknown: prefill {factor:.2f} times Qwen's, fitted to the first GLM figure; 78 latents"
     return [
         Row("TTFT Qwen3-32B, no return path", QWEN_WITHOUT, last(CONVERSATION, table), cold),
         Row("TTFT Qwen3-32B, return path", QWEN_WITH, last(back, table), warm),
