@@ -25,7 +25,20 @@ _SECRET_WORDS = ("key", "token", "secret", "password")
 
 
 class _Group(click.Group):
-    """Our own errors end a command with one line and status 2, never with a traceback."""
+    """Our own errors end a command with one line and status 2, never with a traceback.
+
+    ``simulate`` has its commands elsewhere, which take a moment to load and are loaded when asked for.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), "simulate"])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == "simulate":
+            from neuron_pushkv.simulate.command import simulate
+
+            return simulate
+        return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
