@@ -126,7 +126,7 @@ class PushEngine:
     # vLLM's thread.
 
     def begin_step(self, orders: StepOrders) -> None:
-        """Carry out what the scheduler side wants before the forward pass. Posts nothing new."""
+        """Carry out what the scheduler side wants before the forward pass, and push what earlier ones have filled."""
         now = time.monotonic()
         with self._lock:
             self._outbound.begin_step()
@@ -159,6 +159,7 @@ class PushEngine:
                 self._contacts.reach((release.remote.host, release.remote.port), errand, now)
             for request in orders.withdrawn:
                 self._carry_out(self._inbound.withdraw(request, now))
+            self.advance(orders.cached)
 
     def advance_layer(self, layer: str, ready: Sequence[Ready]) -> None:
         """One layer of this step has been launched: push what it fills, behind it, while the next one is computed."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from neuron_pushkv.orders import StepOrders
+from neuron_pushkv.orders import Ready, StepOrders
 from neuron_pushkv.transport.base import Transport
 from neuron_pushkv.transport.faults import FaultyTransport
 
@@ -49,6 +49,21 @@ def test_blocks_arrive_with_the_step_that_fills_them(sender: Side, receiver: Sid
     assert receiver.await_report("d")
     assert receiver.holds(1, TARGET)
     assert receiver.others_blank(TARGET)
+    assert receiver.stats["bytes"] == {"in": 8 * 4 * 512}
+
+
+def test_prefix_hits_arrive_before_the_step_ends(sender: Side, receiver: Side) -> None:
+    sender.offer("p", 1, TOKENS)
+    receiver.receive("d", 1, TOKENS, TARGET, sender)
+    until(lambda: len(sender.engine._outbound), "the registration")
+    sender.fill(1, SOURCE[:5])
+    sender.engine.begin_step(StepOrders(cached=(Ready("p", 5 * BLOCK_SIZE, (tuple(SOURCE[:5]),)),)))
+    until(lambda: arrived(receiver) == 5, "all prefix hits")
+    sender.fill(1, SOURCE)
+    sender.engine.advance((Ready("p", TOKENS, (tuple(SOURCE),)),))
+    sender.engine.end_step()
+    assert receiver.await_report("d")
+    assert receiver.holds(1, TARGET)
     assert receiver.stats["bytes"] == {"in": 8 * 4 * 512}
 
 
