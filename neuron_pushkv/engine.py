@@ -185,9 +185,10 @@ class PushEngine:
         with self._lock:
             self._outbound.end_step()
 
-    def take_results(self) -> Results:
-        """What has ended since the last call; each request exactly once."""
+    def take_results(self, patience: float = 0.0) -> Results:
+        """What has ended since the last call, each request exactly once; waits up to ``patience`` s for the first."""
         with self._lock:
+            self._quiet.wait_for(lambda: self._ended, patience)
             ended, self._ended = self._ended, []
             now = time.monotonic()
             for transfer in ended:
@@ -337,6 +338,7 @@ class PushEngine:
                 case fx.Received():
                     size = self._sizes.pop(effect.request)
                     self._ended.append(self._transfer("in", effect, size if effect.reason is None else 0))
+                    self._quiet.notify_all()
                 case fx.Write():
                     self._write(effect)
                 case fx.CancelTicket(ticket):

@@ -46,6 +46,8 @@ class StepView:
     others: tuple[Scheduled, ...] | None = None
     """Everybody else's requests in this step, where a new one of ours has prefix hits; ``None`` if their tables can't
     be told, or nobody needs to know."""
+    empty: bool = False
+    """Whether nothing is computed in this step."""
 
     @property
     def scheduled(self) -> tuple[Scheduled, ...]:
@@ -82,7 +84,7 @@ def step_view(output: Any, wanted: Container[str]) -> StepView:
         (resumed if is_resumed else running).append(scheduled)
     preempted = frozenset(request for request in output.preempted_req_ids or () if request in wanted)
     others = _others(output, wanted) if any(scheduled.computed for scheduled in new) else None
-    return StepView(new, tuple(running), tuple(resumed), preempted, others)
+    return StepView(new, tuple(running), tuple(resumed), preempted, others, empty=not counts)
 
 
 def _others(output: Any, wanted: Container[str]) -> tuple[Scheduled, ...] | None:

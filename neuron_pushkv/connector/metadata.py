@@ -28,3 +28,5 @@ class PushKVMetadata(KVConnectorMetadata):
     """Transfers that were refused before they began, keyed like the workers' own: ``in:failed:bad_parameters``."""
     gauges: dict[str, int] = field(default_factory=dict)
     """What the scheduler side measures, by metric, where it has changed since the last step."""
+    empty: bool = False
+    """Whether the step computes nothing: vLLM only looks whether a load has ended."""

@@ -137,7 +137,7 @@ class SchedulerSide:
     def build_connector_meta(self, output: Any) -> PushKVMetadata:
         """All orders of the step that ``output`` describes."""
         self._free()
-        step = self._read_step(output)
+        step, empty = self._read_step(output)
         offers, finishes = self._sending.take()
         evicted = self._parking.evict()
         receiving = self._receiving.take()
@@ -160,7 +160,7 @@ class SchedulerSide:
             ready=step.ready,
             counters=counters,
         )
-        return PushKVMetadata(self._step, orders, receiving.refused, untried, self._measure())
+        return PushKVMetadata(self._step, orders, receiving.refused, untried, self._measure(), empty)
 
     @guarded(lambda self, finished_receiving: None)
     def update_connector_output(self, finished_receiving: Sequence[str]) -> None:
@@ -184,9 +184,10 @@ class SchedulerSide:
         if self._pool is not None:
             self._parking.free(self._pool)
 
-    @guarded(lambda self, output: self._sending.blind_step())
-    def _read_step(self, output: Any) -> Step:
-        return self._sending.step(compat.step_view(output, self._sending))
+    @guarded(lambda self, output: (self._sending.blind_step(), False))
+    def _read_step(self, output: Any) -> tuple[Step, bool]:
+        view = compat.step_view(output, self._sending)
+        return self._sending.step(view), view.empty
 
     def _parse(self, request: Any) -> Leg | None:
         return parse(request.kv_transfer_params, self._hosts, self._tp_size, self._pp_size)

@@ -64,6 +64,8 @@ class EngineDouble:
     finished: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     stats: dict[str, Any] = field(default_factory=dict)
+    patience: float = 0.0
+    """Of the last look for results."""
 
     def begin_step(self, orders: StepOrders) -> None:
         self.calls.append("begin_step")
@@ -83,8 +85,9 @@ class EngineDouble:
     def end_step(self) -> None:
         self.calls.append("end_step")
 
-    def take_results(self) -> Results:
+    def take_results(self, patience: float = 0.0) -> Results:
         self.calls.append("take_results")
+        self.patience = patience
         results = Results(frozenset(self.finished), frozenset(self.failed))
         self.finished, self.failed = set(), set()
         return results

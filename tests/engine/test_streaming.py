@@ -11,7 +11,7 @@ from neuron_pushkv.orders import Ready, StepOrders
 from neuron_pushkv.transport.base import Transport
 from neuron_pushkv.transport.faults import FaultyTransport
 
-from .sides import BLOCK_SIZE, BLOCKS, Side, until
+from .sides import BLOCK_SIZE, BLOCKS, DEADLINE, Side, until
 
 NewSide = Callable[..., Side]
 SOURCE = [9, 8, 7, 20, 21, 30, 2, 3]
@@ -65,6 +65,13 @@ def test_prefix_hits_arrive_before_the_step_ends(sender: Side, receiver: Side) -
     assert receiver.await_report("d")
     assert receiver.holds(1, TARGET)
     assert receiver.stats["bytes"] == {"in": 8 * 4 * 512}
+
+
+def test_waiting_for_results_ends_with_the_first_of_them(sender: Side, receiver: Side) -> None:
+    assert receiver.engine.take_results(patience=0.01).finished == frozenset()
+    sender.prefill("p", 1, TOKENS, SOURCE)
+    receiver.receive("d", 1, TOKENS, TARGET, sender)
+    assert "d" in {*receiver.finished, *receiver.engine.take_results(patience=DEADLINE).finished}
 
 
 def test_two_thirds_computed_when_the_receiver_comes(sender: Side, receiver: Side) -> None:
