@@ -26,13 +26,20 @@ def test_prefix_hits_are_pushed_before_the_step_that_computes_the_rest(engine: H
     assert orders.ready == (Ready("q", 202, (tuple(table[:7]),)),)
 
 
-def test_prefix_hits_that_the_same_step_fills_are_not_pushed_before_it(engine: Harness) -> None:
-    engine.add("p", PROMPT[:32], PREFILL)
-    engine.add("q", [*PROMPT[:32], 1, 2], {**PREFILL, "transfer_id": "u"})
+@pytest.mark.parametrize("parameters", [PREFILL, None])
+@pytest.mark.parametrize(("length", "before"), [(32, 0), (96, 64)])
+def test_prefix_hits_that_the_same_step_fills_are_not_pushed_before_it(
+    engine: Harness, parameters: dict[str, Any] | None, length: int, before: int
+) -> None:
+    """Whether it is a new request that fills them or a running one, one of ours or not."""
+    engine.add("p", PROMPT[:length], parameters)
+    for _ in range(before // 64):
+        engine.step()
+    engine.add("q", [*PROMPT[:length], 1, 2], {**PREFILL, "transfer_id": "u"})
     output = engine.step()
-    hits = {data.req_id: data.num_computed_tokens for data in output.scheduled_new_reqs}
-    assert hits == {"p": 0, "q": 32}, "vLLM counts as computed what this very step computes"
-    assert output.kv_connector_metadata.orders.cached == ()
+    (q,) = (data for data in output.scheduled_new_reqs if data.req_id == "q")
+    assert q.num_computed_tokens == length, "vLLM counts as computed what this very step computes"
+    assert sum(order.tokens for order in output.kv_connector_metadata.orders.cached) == before
 
 
 def test_a_finished_prefill_keeps_its_blocks_until_all_ranks_let_go(engine: Harness) -> None:
