@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,8 @@ class Run:
         self._loads: defaultdict[tuple[load.Cell, str], list[Mapping[str, float]]] = defaultdict(list)
         self.loads: list[dict[str, Any]] = []
 
-    def run(self) -> None:
-        """All visits."""
+    def run(self) -> Iterator[None]:
+        """All visits; a turn of the caller's after each."""
         for number, contestant in self._plan.visits():
             before = os.getloadavg()[0]
             logs = self._folder / f"{number} {contestant.name}"
@@ -64,6 +64,7 @@ class Run:
             self.loads.append(
                 {"visit": number, "contestant": contestant.name, "before": before, "after": os.getloadavg()[0]}
             )
+            yield
 
     def rows(self) -> list[Row]:
         """Everything that was measured, cell by cell."""
@@ -117,14 +118,11 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         engines = Engines(model.make(folder / "model"), CHUNK, LONGEST, KV_BYTES, SEQUENCES, given.nixl)
         run = Run(chosen, engines, tuple(given.cores), folder, console)
-        try:
-            run.run()
-        finally:
-            rows = run.rows()
-            report.show(rows, console)
+        for _ in run.run():
             if given.json:
                 about = {"before": before, "after": machine(), "visits": run.loads, **_about(given)}
-                given.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+                given.json.write_text(json.dumps({"about": about, "rows": run.rows()}, indent=1) + "\n")
+        report.show(run.rows(), console)
 
 
 def _arguments() -> argparse.Namespace:
