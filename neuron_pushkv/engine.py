@@ -132,7 +132,7 @@ class PushEngine:
     # vLLM's thread.
 
     def begin_step(self, orders: StepOrders) -> None:
-        """Carry out what the scheduler side wants before the forward pass. Posts nothing new."""
+        """Carry out what the scheduler side wants before the forward pass, and push what earlier ones have filled."""
         now = time.monotonic()
         with self._lock:
             self._outbound.begin_step()
@@ -149,6 +149,7 @@ class PushEngine:
             for offer in orders.offers:
                 self._carry_out(self._outbound.offer(offer, now))
             self._receiving.begin(orders, now)
+            self.advance(orders.cached)
 
     def advance_layer(self, layer: str, ready: Sequence[Ready]) -> None:
         """One layer of this step has been launched: push what it fills, behind it, while the next one is computed."""
@@ -176,9 +177,10 @@ class PushEngine:
         with self._lock:
             self._outbound.end_step()
 
-    def take_results(self) -> Results:
-        """What has ended since the last call; each request exactly once."""
+    def take_results(self, patience: float = 0.0) -> Results:
+        """What has ended since the last call, each request exactly once; waits up to ``patience`` s for the first."""
         with self._lock:
+            self._quiet.wait_for(self._receiving.has_ended, patience)
             ended = self._receiving.take()
             now = time.monotonic()
             for transfer in ended:
@@ -329,6 +331,7 @@ class PushEngine:
                     self._transport.forget(slot)
                 case fx.Received():
                     self._receiving.received(effect)
+                    self._quiet.notify_all()
                 case fx.Write():
                     self._write(effect)
                 case fx.CancelTicket(ticket):

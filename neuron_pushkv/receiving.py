@@ -58,6 +58,10 @@ class Receiving:
             for request in self._landings.expired(now):
                 self._carry_out(self._inbound.withdraw(request, now))
 
+    def has_ended(self) -> bool:
+        """Whether there is anything to :meth:`take`."""
+        return bool(self._ended)
+
     def take(self) -> list[Transfer]:
         """What has ended since the last call."""
         ended, self._ended = self._ended, []

@@ -28,6 +28,8 @@ class PushKVMetadata(KVConnectorMetadata):
     """Transfers that were refused before they began, keyed like the workers' own: ``in:failed:bad_parameters``."""
     gauges: dict[str, int] = field(default_factory=dict)
     """What the scheduler side measures, by metric, where it has changed since the last step."""
+    empty: bool = False
+    """Whether the step computes nothing: vLLM only looks whether a load has ended."""
     ended: int = 0
     """vLLM has the outputs of all steps up to this one, as far as a worker has asked to hear of it."""
 

@@ -18,10 +18,10 @@ from neuron_pushkv.connector.metadata import PushKVMetadata
 from neuron_pushkv.connector.parameters import AllowedHosts, BadParameters, DecodeLeg, Leg, parse
 from neuron_pushkv.connector.parking import Parking
 from neuron_pushkv.connector.receiving import Receiving, Wanted
-from neuron_pushkv.connector.sending import Sending
+from neuron_pushkv.connector.sending import Sending, Step
 from neuron_pushkv.errors import Reason
 from neuron_pushkv.layout import Group
-from neuron_pushkv.orders import Blocks, Ready, Release, StepOrders
+from neuron_pushkv.orders import Blocks, Release, StepOrders
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class SchedulerSide:
     def build_connector_meta(self, output: Any) -> PushKVMetadata:
         """All orders of the step that ``output`` describes."""
         self._free()
-        preempted, ready = self._read_step(output)
+        step, empty = self._read_step(output)
         offers, finishes = self._sending.take()
         evicted = self._parking.evict()
         receiving = self._receiving.take()
@@ -156,7 +156,7 @@ class SchedulerSide:
         untried, self._untried = dict(self._untried), Counter()
         self._step += 1
         orders = StepOrders(
-            preempted=preempted,
+            preempted=step.preempted,
             withdrawn=receiving.withdrawn,
             finished=finishes,
             evicted=evicted,
@@ -164,10 +164,13 @@ class SchedulerSide:
             releases=releases,
             intents=receiving.intents,
             receives=receiving.receives,
-            ready=ready,
+            cached=step.cached,
+            ready=step.ready,
             counters=counters,
         )
-        return PushKVMetadata(self._step, orders, receiving.refused, untried, self._measure(), self._ended)
+        return PushKVMetadata(
+            self._step, orders, receiving.refused, untried, self._measure(), ended=self._ended, empty=empty
+        )
 
     @guarded(lambda self, finished_receiving, ended=0: None)
     def update_connector_output(self, finished_receiving: Sequence[str], ended: int = 0) -> None:
@@ -192,11 +195,12 @@ class SchedulerSide:
         if self._pool is not None:
             self._parking.free(self._pool)
 
-    @guarded(lambda self, output: self._sending.blind_step())
-    def _read_step(self, output: Any) -> tuple[tuple[str, ...], tuple[Ready, ...]]:
-        step = self._sending.step(compat.step_view(output, self._sending))
+    @guarded(lambda self, output: (self._sending.blind_step(), False))
+    def _read_step(self, output: Any) -> tuple[Step, bool]:
+        view = compat.step_view(output, self._sending)
+        step = self._sending.step(view)
         self._contiguity.grow(self._sending.growing())
-        return step
+        return step, view.empty
 
     def _parse(self, request: Any) -> Leg | None:
         return parse(request.kv_transfer_params, self._hosts, self._tp_size, self._pp_size)

@@ -17,6 +17,11 @@ from neuron_pushkv.orders import Blocks, Ready, StepOrders
 
 logger = logging.getLogger(__name__)
 
+PATIENCE_SECONDS = 0.003
+"""How long a step that computes nothing waits for a load to end. vLLM takes such steps without pause (a millisecond of
+sleep between two) as long as it waits for KV, and takes the processor from those who bring it. Nothing that comes in
+meanwhile is seen before."""
+
 
 class Results(Protocol):
     """Loads that have ended; ``failed`` is a subset of ``finished``."""
@@ -45,8 +50,8 @@ class Engine(Protocol):
     def end_step(self) -> None:
         """Nothing more of this step follows."""
 
-    def take_results(self) -> Results:
-        """Each load once."""
+    def take_results(self, patience: float = 0.0) -> Results:
+        """Each load once; waits so many seconds until there is any."""
 
     def take_stats(self) -> dict[str, Any]:
         """What has happened since the last call."""
@@ -77,6 +82,7 @@ class WorkerSide:
         self._about = about
         self._measured = measured or {}
         self._step = 0
+        self._empty = False
         self._open: dict[str, Blocks] = {}
         self._announced: set[str] = set()
         self._refused: set[str] = set()
@@ -90,6 +96,7 @@ class WorkerSide:
         if metadata.step == self._step:
             return
         self._step = metadata.step
+        self._empty = metadata.empty
         if self._listener is not None:
             self._listener.begin_step(metadata.step, metadata.ended)
         orders = metadata.orders
@@ -126,7 +133,8 @@ class WorkerSide:
 
     def take_results(self) -> tuple[set[str], set[str]]:
         """Loads that have ended, and which of them failed. The failed ones' blocks are kept for :meth:`bad_blocks`."""
-        results = self._engine.take_results()
+        waits = self._empty and bool(self._open) and not self._refused
+        results = self._engine.take_results(PATIENCE_SECONDS if waits else 0.0)
         ended = self._ordered(results.finished) | self._refused
         failed = {request for request in ended if request in results.failed or request in self._refused}
         self._refused.clear()
