@@ -117,6 +117,11 @@ class CudaAccelerator:
             return ()
         return topology.cuda_nics(self._facts.bus_id, self._facts.index, topology.instance_family())
 
+    @property
+    def failed(self) -> str:
+        """A step of which the driver reported an error."""
+        return self._marker.failed
+
     def mark_step(self) -> ReadyWord | None:
         """For the stream that torch launches on now in this thread, or the default stream."""
         return self._marker.mark(current_stream(self._context.index))

@@ -14,6 +14,7 @@ from gpu_compat.library import Library
 from gpu_compat.status import NOT_SUPPORTED, SUCCESS, error_for
 from neuron_pushkv.device.base import ReadyWord
 from neuron_pushkv.device.steps import StepWord
+from neuron_pushkv.errors import DeviceError
 
 _WORD_BYTES = 64
 """A cache line for each word: the device's writes to one don't disturb who looks at another."""
@@ -21,6 +22,10 @@ _WORD_BYTES = 64
 
 class Marker(Protocol):
     """Marks steps on streams, given as their handles' numbers."""
+
+    @property
+    def failed(self) -> str:
+        """Why no step is ready any more, as far as it is known; or empty."""
 
     def mark(self, stream: int) -> ReadyWord:
         """A word that is reached when what has been launched on that stream so far has finished."""
@@ -75,6 +80,9 @@ class StreamWords:
 
     Streams can't share a word: work on one may finish before earlier work on another.
     """
+
+    failed = ""
+    """A device that has failed says so to the next mark."""
 
     def __init__(self, context: Context, function: str) -> None:
         self._context = context
@@ -146,8 +154,15 @@ class EventWords:
         self._steps = StepWord(name)
         self._idle: list[Any] = []
 
+    @property
+    def failed(self) -> str:
+        """See :class:`Marker`."""
+        return self._steps.failed
+
     def mark(self, stream: int) -> ReadyWord:
         """See :class:`Marker`."""
+        if self.failed:
+            raise DeviceError(self.failed)
         with self._context.current() as library:
             event = self._idle.pop() if self._idle else self._new(library)
             status = library.status("cuEventRecord", event, ffi.cast("CUstream", stream))

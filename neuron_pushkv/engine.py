@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,9 +155,8 @@ class PushEngine:
         """One layer of this step has been launched: push what it fills, behind it, while the next one is computed."""
         now = time.monotonic()
         with self._lock:
-            if not ready or self._posting.copies:
+            if not ready or self._posting.copies or not self._steps.mark():
                 return  # What is copied goes when its step has ended.
-            self._steps.mark()
             for order in ready:
                 self._carry_out(self._outbound.advance_layer(order, layer, now))
 
@@ -237,23 +236,42 @@ class PushEngine:
             events = self._transport.poll(STEP_SECONDS if self._steps else TICK_SECONDS)
             now = time.monotonic()
             with self._lock:
-                try:
-                    for event in events:
-                        self._carry_out(self._happened(event, now))
-                    for order in self._steps.ended():
-                        self._carry_out(self._outbound.advance(order, now))
-                    for key in self._posting.waiting():
-                        self._carry_out(self._outbound.resume(key, now))
-                        self._posting.resumed(key)
-                    if now >= tick:
-                        tick = now + TICK_SECONDS
-                        self._receiving.tick(now)
-                        self._carry_out(self._outbound.tick(now))
-                        self._contacts.tick(now)
-                except Exception:
-                    logger.exception("a bug in neuron_pushkv: please report it; the transfers concerned will time out")
-                    self._telemetry.event("internal_error")
+                for event in events:
+                    self._safely(self._happened, event, now)
+                for order in self._steps.ended():
+                    self._safely(self._outbound.advance, order, now)
+                for key in self._posting.waiting():
+                    self._safely(self._outbound.resume, key, now)
+                    self._posting.resumed(key)
+                if now >= tick:
+                    tick = now + TICK_SECONDS
+                    self._safely(self._tick, now)
                 self._quiet.notify_all()
+
+    def _safely(self, decide: Callable[..., Sequence[fx.Effect]], *arguments: Any) -> None:
+        """A bug must not take what else has happened with it."""
+        try:
+            self._carry_out(decide(*arguments))
+        except Exception:
+            logger.exception("a bug in neuron_pushkv: please report it; the transfer concerned may time out")
+            self._telemetry.event("internal_error")
+
+    def _tick(self, now: float) -> Sequence[fx.Effect]:
+        if self._steps.failed:
+            self._device_failed(self._steps.failed, now)
+        self._receiving.tick(now)
+        self._contacts.tick(now)
+        return self._outbound.tick(now)
+
+    def _device_failed(self, why: str, now: float) -> None:
+        """Nothing that it computes will be there: whoever waits for it hears so, and may compute it."""
+        self._steps.give_up()
+        for request in self._outbound.sources:
+            for key in sorted(self._outbound.open(request)):
+                if self._outbound.wants(key):
+                    logger.error("KV of request %s is not pushed: %s", request, why)
+                    self._carry_out(self._outbound.post_failed(key, Reason.DEVICE_FAILED, why, now))
+            self._carry_out(self._outbound.evict(request, now))
 
     def _happened(self, event: Event, now: float) -> list[fx.Effect]:
         match event:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from neuron_pushkv.device.base import Accelerator, ReadyWord
 from neuron_pushkv.device.steps import is_reached
+from neuron_pushkv.errors import DeviceError
 from neuron_pushkv.orders import Ready
 
 STEP_SECONDS = 0.001
@@ -25,17 +26,32 @@ class Steps:
         self._accelerator = accelerator
         self._computing: deque[tuple[ReadyWord | None, list[Ready]]] = deque()
         self.word: ReadyWord | None = None
+        self._refused = ""
 
     def __bool__(self) -> bool:
         return bool(self._computing)
 
-    def mark(self) -> None:
-        """A part of a step has been launched whose KV goes out behind its word."""
-        self.word = self._accelerator.mark_step()
+    @property
+    def failed(self) -> str:
+        """Why no step's KV will be there any more, or empty."""
+        return self._refused or self._accelerator.failed
+
+    def mark(self) -> bool:
+        """A part of a step has been launched whose KV goes out behind its word. False if the device has failed."""
+        try:
+            self.word = self._accelerator.mark_step()
+        except DeviceError as error:
+            self._refused = str(error)
+        return not self.failed
 
     def launched(self, ready: Sequence[Ready], *, wait: bool) -> Sequence[Ready]:
         """A step has been launched. Answers what the ledger may know now; with ``wait`` only what has been computed."""
-        word = self._accelerator.mark_step()
+        try:
+            word = self._accelerator.mark_step()
+        except DeviceError as error:
+            self._refused = str(error)
+        if self.failed:
+            return ()
         if not self._computing and (not wait or is_reached(word)):
             # Kept after this call: a registration may come before the step is ready, and waits for the same word.
             self.word = word
@@ -50,6 +66,10 @@ class Steps:
             self.word, ready = self._computing.popleft()
             found += ready
         return found
+
+    def give_up(self) -> None:
+        """No step that is under way will end."""
+        self._computing.clear()
 
     def take_back(self, request: str) -> None:
         """The request's blocks are wanted back: what steps under way fill is nothing to it any more."""

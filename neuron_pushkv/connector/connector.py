@@ -9,6 +9,7 @@ parallelism; that whole name is what peers see), ``kv_load_failure_policy: recom
 from __future__ import annotations
 
 import secrets
+from contextlib import ExitStack
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
@@ -252,13 +253,11 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
     # Either.
 
     def shutdown(self) -> None:
-        """End all transfers and connections."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._accelerator is not None:
-            self._accelerator.close()
-        if self._directory is not None:
-            self._directory.close()
+        """End all transfers and connections, then what they used."""
+        with ExitStack() as closing:
+            for part in (self._directory, self._accelerator, self._worker):
+                if part is not None:
+                    closing.callback(part.close)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -72,6 +72,10 @@ class Accelerator(Protocol):
     hint: str
     """What is known to be wrong, should memory of this device be refused by the network; for people, or empty."""
 
+    @property
+    def failed(self) -> str:
+        """Why nothing that the device computes can be had any more, or empty."""
+
     def describe(self, address: int, length: int) -> Memory:
         """Say what memory this is. Raises if it can't be used for transfers."""
 

@@ -17,6 +17,7 @@ class HostAccelerator:
     needs_flush = False
     slab_bytes = SLAB_ALIGNMENT
     hint = ""
+    failed = ""
 
     def __init__(self) -> None:
         self._slabs: dict[int, mmap.mmap] = {}

@@ -40,9 +40,9 @@ class Outbound:
         return len(self._deliveries)
 
     @property
-    def sources(self) -> int:
-        """How many prompts are offered or kept."""
-        return len(self._sources)
+    def sources(self) -> list[str]:
+        """Prompts that are offered or kept."""
+        return [source.request for source in self._sources.all()]
 
     # What the engine says of its own requests.
 

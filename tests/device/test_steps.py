@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 
 from neuron_pushkv.device.steps import StepWord
+from neuron_pushkv.errors import DeviceError
 from tests.engine.sides import until
 
 
@@ -40,7 +41,19 @@ def test_nothing_is_ready_after_a_step_that_failed(caplog: pytest.LogCaptureFixt
     steps = StepWord("test")
     with caplog.at_level(logging.ERROR):
         word = steps.mark(fail)
-        steps.mark(lambda: None)
+        until(lambda: steps.failed, "the failure")
+        with pytest.raises(DeviceError, match="device lost"):
+            steps.mark(lambda: None)
         steps.close()
     assert word_at(word.address) == 0
     assert "nothing that it or later ones compute is pushed" in caplog.text
+
+
+def test_a_device_that_hangs_is_left(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuron_pushkv.device.steps.CLOSE_SECONDS", 0.05)
+    never = threading.Event()
+    steps = StepWord("test")
+    steps.mark(partial(never.wait, 30))
+    steps.close()
+    never.set()
+    assert "is waited for no longer" in caplog.text

@@ -37,6 +37,7 @@ class HiddenAccelerator:
     needs_flush = True
     slab_bytes = mmap.PAGESIZE
     hint = ""
+    failed = ""
 
     def __init__(self, *, held: bool = False) -> None:
         self._memories: list[tuple[Memory, int]] = []
@@ -73,6 +74,8 @@ class HiddenAccelerator:
         return ()
 
     def mark_step(self) -> ReadyWord | None:
+        if self.failed:
+            raise DeviceError(self.failed)
         self._marked += 1
         if not self._held:
             self.finish_step()

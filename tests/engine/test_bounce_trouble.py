@@ -11,7 +11,7 @@ import pytest
 
 from neuron_pushkv.device.base import Copies
 from neuron_pushkv.errors import DeviceError
-from neuron_pushkv.orders import StepOrders
+from neuron_pushkv.orders import Finish, StepOrders
 from neuron_pushkv.transport.base import Transport
 from neuron_pushkv.transport.fates import Stall
 from neuron_pushkv.transport.faults import FaultyTransport
@@ -154,6 +154,30 @@ def test_copy_that_fails(
     receiver.receive("e", 2, TOKENS, TARGET, sender, "u")
     assert receiver.await_report("e")
     assert receiver.holds(2, TARGET)
+    idle(sender, receiver)
+
+
+@pytest.mark.parametrize("when", ["under way", "at the next step"])
+def test_step_that_never_ends(
+    new_side: NewSide, stepping: HiddenAccelerator, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    """Whoever waits for KV that it was to compute hears so at once, and nothing is kept for anybody."""
+    sender, receiver = new_side("sender", hidden=stepping), new_side("receiver")
+    sender.offer("p", 1, TOKENS)
+    receiver.receive("d", 1, TOKENS, TARGET, sender)
+    until(lambda: len(sender.engine._outbound), "the registration")
+    if when == "under way":
+        compute(sender, 50, SOURCE)
+    stepping.failed = "the device is gone"
+    if when == "at the next step":
+        compute(sender, 50, SOURCE)
+    assert not receiver.await_report("d")
+    line = logged(caplog, "d")
+    assert "reason=device_failed" in line
+    assert "the device is gone" in line
+    assert not sender.engine._steps, "nobody looks for its end any more"
+    sender.step(StepOrders(finished=(Finish("p", kept=True),)))
+    until(lambda: sender.engine._outbound.sources == [], "letting go of its blocks")
     idle(sender, receiver)
 
 

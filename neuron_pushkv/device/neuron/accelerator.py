@@ -121,6 +121,11 @@ class NeuronAccelerator:
         each = self._runtime.count("nrt_get_total_vnc_count") // devices if devices else 0
         return self._runtime.host_device(core // each) if each else self._index
 
+    @property
+    def failed(self) -> str:
+        """A step of which PyTorch reported an error."""
+        return self._steps.failed
+
     def begin_step(self, step: int, ended: int) -> None:
         """Told by the connector, for :meth:`mark_step`."""
         self._steps.begin(step, ended)

@@ -72,6 +72,11 @@ class Steps:
             return EVENT
         return SYNCHRONIZE if hasattr(neuron, "synchronize") else OUTPUTS
 
+    @property
+    def failed(self) -> str:
+        """See :class:`~neuron_pushkv.device.base.Accelerator`."""
+        return self._word.failed if self._word is not None else ""
+
     def begin(self, step: int, ended: int) -> None:
         """See :class:`~neuron_pushkv.device.base.HearsOutputs`."""
         self._outputs.begin(step, ended)
