@@ -115,15 +115,21 @@ def engines(fleet: FleetSettings, environment: Mapping[str, str]) -> Iterator[Fi
                 Id.ACCELERATOR_ENVIRONMENT,
                 f"engines {taken[shared[0]]} and {one.name} both see Neuron core {shared[0]}; the runtime gives a core "
                 "to one process",
-                "give each engine cores of its own by NEURON_RT_VISIBLE_CORES in its `environment`",
+                "give each engine cores of its own by NEURON_VISIBLE_DEVICES (vllm-neuron) or NEURON_RT_VISIBLE_CORES "
+                "in its `environment`",
             )
         taken.update(dict.fromkeys(cores, one.name))
 
 
 def neuron_cores(environment: Mapping[str, str]) -> tuple[int, ...]:
-    """What ``NEURON_RT_VISIBLE_CORES`` ("0-3", "0,2") names. Parts that are no numbers are left out."""
+    """What ``NEURON_RT_VISIBLE_CORES`` ("0-3", "0,2") names, or vllm-neuron's ``NEURON_VISIBLE_DEVICES``.
+
+    The latter names logical cores too, in spite of its name: vllm-neuron gives each of its workers one of them, by
+    setting the former there. Parts that are no numbers are left out.
+    """
     cores: list[int] = []
-    for part in environment.get("NEURON_RT_VISIBLE_CORES", "").split(","):
+    named = environment.get("NEURON_RT_VISIBLE_CORES") or environment.get("NEURON_VISIBLE_DEVICES", "")
+    for part in named.split(","):
         first, _, last = part.strip().partition("-")
         if first.isdecimal() and (not last or last.isdecimal()):
             cores.extend(range(int(first), int(last or first) + 1))

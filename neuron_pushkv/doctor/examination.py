@@ -23,12 +23,15 @@ from neuron_pushkv.doctor.worth import worth
 from neuron_pushkv.errors import ConfigError, PushKVError
 from neuron_pushkv.peers.handler import DOCTOR
 from neuron_pushkv.transport.base import Transport
+from neuron_pushkv.transport.choosing import wants_nixl
 from neuron_pushkv.wire import Identity
 
 START_SECONDS = 60.0
 """The longest that the other end on this machine may take to start: device runtimes are slow to come up."""
 END_SECONDS = 10.0
 """The longest that it may take to end."""
+NIXL_LIBFABRIC = "LIBFABRIC"
+"""Name of NIXL's plugin that uses libfabric."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +82,30 @@ def static(who: Patient) -> Iterator[Finding]:
     yield host.vllm(needed=who.fleet is not None)
     yield host.connector(machine)
     yield from at_start(machine, settings, device)
-    yield host.hugepages(machine, settings.provider)
+    yield _of_libfabric(host.hugepages(machine, settings.provider), settings, device)
 
 
 def at_start(machine: Machine, settings: ConnectorSettings, device: str) -> Iterator[Finding]:
     """The part of it that an engine asks for itself whenever it starts."""
     yield environment.accelerator(machine.environment, device)
-    yield environment.fabric(machine.environment, settings, device)
-    yield environment.shm(machine.environment, settings, device)
-    yield host.memlock(machine, settings.provider)
-    yield host.infiniband(machine, settings.provider)
+    yield _of_libfabric(environment.fabric(machine.environment, settings, device), settings, device)
+    yield _of_libfabric(environment.shm(machine.environment, settings, device), settings, device)
+    yield _of_libfabric(host.memlock(machine, settings.provider), settings, device)
+    yield _of_libfabric(host.infiniband(machine, settings.provider), settings, device)
+
+
+def _of_libfabric(finding: Finding, settings: ConnectorSettings, device: str) -> Finding:
+    """What ``finding`` says of libfabric's ways, as far as it matters to what moves KV.
+
+    NIXL chooses the network by itself. Its backend LIBFABRIC may meet the same, but may do without the provider that
+    is named: so it is warned, and no engine is ended.
+    """
+    if finding.level is Level.OK or not wants_nixl(settings, device):
+        return finding
+    if settings.nixl_backend == NIXL_LIBFABRIC:
+        return replace(finding, level=Level.WARNING)
+    what = f"KV goes through NIXL's backend {settings.nixl_backend}, which doesn't use our libfabric"
+    return fine(finding.id, what, **finding.evidence)
 
 
 def apply_environment(who: Patient, place: int) -> None:

@@ -37,11 +37,13 @@ def infiniband(machine: Machine, provider: str) -> Finding:
         )
     shut = [name for name in found if not os.access(machine.root / "dev/infiniband" / name, os.R_OK | os.W_OK)]
     if shut:
-        return error(
+        # Others may be what this engine uses: a container may be given a few of the machine's cards.
+        return (error if len(shut) == len(found) else warning)(
             Id.HOST_INFINIBAND,
-            f"/dev/infiniband/{shut[0]} can't be opened by this user",
-            "correct its permissions (0666 with EFA's own udev rules)",
+            f"{', '.join(shut)} of the {len(found)} devices in /dev/infiniband can't be opened by this user",
+            "correct their permissions (0666 with EFA's own udev rules)",
             devices=found,
+            shut=shut,
         )
     return fine(Id.HOST_INFINIBAND, f"{len(found)} devices in /dev/infiniband", devices=found)
 

@@ -52,9 +52,9 @@ class Side:
     def meet(self, theirs: About) -> None:
         """Connect to the other end. Raises :class:`TransportError`."""
         assert self._peer is not None
-        self._theirs = theirs
         self._transport.connect(self._peer, theirs.endpoint)
         self._target = self._transport.attach(self._peer, theirs.memory)
+        self._theirs = theirs
 
     def part(self) -> None:
         """Done with that one."""
@@ -96,6 +96,7 @@ class Side:
 
     def listen(self, slot: int, epoch: int) -> None:
         """Count echoes, which disturb no pattern that anybody still compares."""
+        self._met()
         self._transport.expect(slot, epoch)
 
     def call(self, slot: int, epoch: int, rounds: int) -> float:
@@ -116,9 +117,14 @@ class Side:
             self._write(slot, epoch, _ECHO)
         self._transport.forget(slot)
 
+    def _met(self) -> About:
+        if self._theirs is None:
+            raise TransportError("the other end has not been met; it must say first where to write to")
+        return self._theirs
+
     def _room(self, size: int) -> None:
-        most = min(self._device.memory.length, self._theirs.size if self._theirs else 0)
-        if size > most or size % WORD_BYTES:
+        most = min(self._device.memory.length, self._met().size)
+        if not 0 < size <= most or size % WORD_BYTES:
             raise TransportError(f"{size} bytes can't be tried out; both ends have {most}")
 
     def _copy(self, size: int, *, to_device: bool) -> None:

@@ -9,10 +9,13 @@ from neuron_pushkv.device.base import Accelerator, Memory, MemoryKind
 from neuron_pushkv.transport.base import Transport
 
 
-def wants_nixl(settings: ConnectorSettings, accelerator: Accelerator) -> bool:
-    """Whether it is NIXL. ``shm`` says that both sides are on one host, where NIXL moves KV between GPUs directly."""
+def wants_nixl(settings: ConnectorSettings, device: str) -> bool:
+    """Whether it is NIXL, for an accelerator of that name.
+
+    ``shm`` says that both sides are on one host, where NIXL moves KV between GPUs directly.
+    """
     if settings.transport == "auto":
-        return accelerator.name == "cuda" and settings.provider == "shm"
+        return device == "cuda" and settings.provider == "shm"
     return settings.transport == "nixl"
 
 
@@ -26,7 +29,7 @@ def open_transport(settings: ConnectorSettings, accelerator: Accelerator, memory
 
     Raises :class:`~neuron_pushkv.errors.FabricError` if it is not installed, or can't be used as asked.
     """
-    if wants_nixl(settings, accelerator):
+    if wants_nixl(settings, accelerator.name):
         from neuron_pushkv.transport.nixl import NixlTransport
 
         return NixlTransport(settings.nixl_backend)

@@ -194,6 +194,24 @@ def test_the_other_end_takes_another_core(
     assert os.environ["NEURON_RT_VISIBLE_CORES"] == others
 
 
+def test_what_libraries_print_is_not_taken_for_the_other_ends_answer() -> None:
+    script = (
+        "import contextlib, os\n"
+        "from neuron_pushkv.doctor import opposite\n"
+        "@contextlib.contextmanager\n"
+        "def opened(who):\n"
+        "    os.write(1, b'from C\\n')\n"
+        "    print('from Python', flush=True)\n"
+        "    yield None, None, []\n"
+        "opposite.opened = opened\n"
+        "opposite.main('cpu')\n"
+    )
+    command = [sys.executable, "-W", "error", "-c", script]
+    ran = subprocess.run(command, check=False, input="{}\n", capture_output=True, text=True, timeout=PATIENCE)
+    assert (ran.returncode, ran.stdout) == (0, "no network\n"), ran.stderr
+    assert ran.stderr.splitlines() == ["from C", "from Python"]
+
+
 def test_a_port_that_the_engine_itself_has_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_network(*_: object) -> tuple[None, list[Any]]:
         return None, []

@@ -103,4 +103,8 @@ def test_one_node_of_eight_engines_uses_every_core_once(tmp_path: Path) -> None:
     settings = load(CONFIGS / "trn2-4p4d-single-node/fleet.yaml", tmp_path)
     cores = [core for engine in settings.engines for core in configuration.neuron_cores(engine.environment)]
     assert sorted(cores) == list(range(64))
+    for engine in settings.engines:
+        # vllm-neuron refuses engines of several workers that are started with the runtime's own variable.
+        assert "NEURON_RT_VISIBLE_CORES" not in {**settings.environment, **engine.environment}
+        assert "NEURON_VISIBLE_DEVICES" in engine.environment
     assert [engine.role for engine in settings.engines] == ["prefill"] * 4 + ["decode"] * 4

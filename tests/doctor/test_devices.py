@@ -245,11 +245,12 @@ class TestStart:
         node = machine(tmp_path, devices="infiniband/uverbs0")
         starting.before_opening(ConnectorSettings(provider="efa"), FakeDevice(), node)
         assert "[accelerator.environment]" in caplog.text
-        assert "[fabric.shm]" in caplog.text
+        assert "[fabric.shm]" not in caplog.text
         bare = machine(tmp_path / "bare")
         with pytest.raises(ConfigError, match=r"no EFA device.*\[host.infiniband\]$"):
             starting.before_opening(ConnectorSettings(provider="efa"), HostAccelerator(), bare)
         starting.before_opening(ConnectorSettings(provider="tcp"), HostAccelerator(), bare)
+        starting.before_opening(ConnectorSettings(provider="efa", transport="nixl"), HostAccelerator(), bare)
 
     def test_what_is_fine_is_not_said(self, caplog: pytest.LogCaptureFixture) -> None:
         starting.act([fine(Id.HOST_VLLM, "all well"), warning(Id.HOST_PORTS, "so so", "mend it")])

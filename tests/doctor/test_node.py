@@ -11,11 +11,14 @@ import pytest
 from neuron_pushkv import versions
 from neuron_pushkv.config import ConnectorSettings, FleetSettings, parse
 from neuron_pushkv.doctor import configuration, environment, host
+from neuron_pushkv.doctor.examination import at_start
 from neuron_pushkv.doctor.findings import Finding, Id, Level
 
 from .machines import machine
 
 TCP, EFA = ConnectorSettings(provider="tcp"), ConnectorSettings(provider="efa")
+BOUNCED = ConnectorSettings(provider="efa", bounce="always")
+MAPPED = {"NEURON_RT_MAP_HBM": "1"}
 
 
 def said(finding: Finding, level: Level, *texts: str) -> None:
@@ -40,6 +43,18 @@ class TestHost:
         for check in (host.infiniband, host.memlock, host.hugepages):
             said(check(node, "efa"), Level.OK)
         assert host.infiniband(node, "efa").evidence == {"devices": ("uverbs0", "uverbs1")}
+
+    def test_a_device_that_is_shut_matters_only_if_all_are(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        node = machine(tmp_path, devices="infiniband/uverbs0 infiniband/uverbs1")
+        shut = {"uverbs1"}
+        monkeypatch.setattr(host.os, "access", lambda path, mode: Path(path).name not in shut)
+        some = host.infiniband(node, "efa")
+        said(some, Level.WARNING, "uverbs1 of the 2 devices", "permissions")
+        assert some.evidence["shut"] == ["uverbs1"]
+        shut.add("uverbs0")
+        said(host.infiniband(node, "efa"), Level.ERROR, "uverbs0, uverbs1 of the 2 devices")
 
     def test_a_limit_that_leaves_room_for_something_is_a_warning(self, tmp_path: Path) -> None:
         said(host.memlock(machine(tmp_path, locked=4 << 30), "efa"), Level.WARNING, "4 GiB")
@@ -80,6 +95,7 @@ class TestAcceleratorEnvironment:
         mapped = {"NEURON_RT_MAP_HBM": "1"}
         said(environment.accelerator(mapped, "neuron"), Level.WARNING, "claims every core")
         said(environment.accelerator({**mapped, "NEURON_RT_VISIBLE_CORES": "8-15"}, "neuron"), Level.OK)
+        said(environment.accelerator({**mapped, "NEURON_VISIBLE_DEVICES": "8-15"}, "neuron"), Level.OK)
         said(environment.accelerator({**mapped, "NEURON_RT_NUM_CORES": "1"}, "neuron"), Level.OK)
 
     @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
@@ -106,21 +122,70 @@ class TestFabricEnvironment:
             ({"FI_EFA_USE_DEVICE_RDMA": "0"}, TCP, "cpu", Level.OK),
             ({"FI_HMEM_DISABLE_P2P": "1"}, EFA, "cuda", Level.ERROR),
             ({"FI_HMEM_DISABLE_P2P": "1"}, EFA, "cpu", Level.OK),
+            ({"FI_HMEM_DISABLE_P2P": "1"}, EFA, "neuron", Level.ERROR),
+            ({"FI_HMEM_DISABLE_P2P": "1"}, BOUNCED, "neuron", Level.OK),
+            ({"FI_HMEM_DISABLE_P2P": "1"}, BOUNCED, "cuda", Level.OK),
             ({"FI_HMEM": "cuda,system"}, EFA, "neuron", Level.ERROR),
+            ({"FI_HMEM": "cuda,system"}, BOUNCED, "neuron", Level.OK),
             ({"FI_HMEM": "neuron,system"}, EFA, "neuron", Level.OK),
         ],
     )
     def test_what_hides_the_network(
         self, values: dict[str, str], settings: ConnectorSettings, device: str, level: Level
     ) -> None:
-        said(environment.fabric(values, settings, device), level, *(values if level is Level.ERROR else ()))
+        told = values if level is Level.ERROR else ()
+        said(environment.fabric({**MAPPED, **values}, settings, device), level, *told)
 
-    def test_shared_memory_and_devices(self) -> None:
-        off = {"FI_EFA_ENABLE_SHM_TRANSFER": "0"}
-        said(environment.shm(off, EFA, "neuron"), Level.OK)
-        said(environment.shm({}, EFA, "cuda"), Level.WARNING, "FI_EFA_ENABLE_SHM_TRANSFER is not set", "=0")
-        said(environment.shm({}, EFA, "cpu"), Level.OK)
-        said(environment.shm(off, ConnectorSettings(provider="shm"), "neuron"), Level.ERROR, "'efa'")
+    @pytest.mark.parametrize("values", [{"FI_HMEM_DISABLE_P2P": "1"}, {"FI_HMEM": "system"}])
+    def test_memory_that_is_not_mapped_is_not_shown(self, values: dict[str, str]) -> None:
+        said(environment.fabric({**MAPPED, **values}, EFA, "neuron"), Level.ERROR)
+        said(environment.fabric(values, EFA, "neuron"), Level.OK)
+        said(environment.fabric({**values, "NEURON_RT_MAP_HBM": "0"}, EFA, "neuron"), Level.OK)
+        said(environment.fabric(values, EFA, "cuda"), Level.ERROR)  # Its memory always has addresses.
+
+    def test_shared_memory_is_turned_off_by_us_but_not_in_nixl(self) -> None:
+        nixl = ConnectorSettings(provider="efa", transport="nixl", nixl_backend="LIBFABRIC")
+        said(environment.shm({}, EFA, "cuda"), Level.OK, "turned off by us")
+        said(environment.shm({"FI_EFA_ENABLE_SHM_TRANSFER": "1"} | MAPPED, EFA, "neuron"), Level.OK, "by us")
+        said(environment.shm({}, nixl, "cuda"), Level.WARNING, "FI_EFA_ENABLE_SHM_TRANSFER is not set", "=0")
+        said(environment.shm({"FI_EFA_ENABLE_SHM_TRANSFER": "0"}, nixl, "cuda"), Level.OK)
+        said(environment.shm({}, nixl, "cpu"), Level.OK)
+        said(environment.shm({}, nixl.model_copy(update={"bounce": "always"}), "cuda"), Level.OK)
+
+    def test_the_cpu_can_not_copy_neurons_memory(self) -> None:
+        settings = ConnectorSettings(provider="shm")
+        said(environment.shm(MAPPED, settings, "neuron"), Level.ERROR, "'efa'")
+        said(environment.shm({}, settings, "neuron"), Level.OK)
+        said(environment.shm(MAPPED, ConnectorSettings(provider="shm", bounce="always"), "neuron"), Level.OK)
+
+
+class TestNixl:
+    """What moves KV there has another way to the network: nothing about libfabric may end such an engine."""
+
+    ABOUT = (Id.FABRIC_ENVIRONMENT, Id.FABRIC_SHM, Id.HOST_MEMLOCK, Id.HOST_INFINIBAND)
+
+    def levels(self, folder: Path, settings: ConnectorSettings, device: str = "cuda") -> list[Level]:
+        broken = machine(folder, locked=8 << 20, FI_PROVIDER="tcp")
+        found = {finding.id: finding for finding in at_start(broken, settings, device)}
+        return [found[check].level for check in self.ABOUT]
+
+    def test_libfabric_by_itself(self, tmp_path: Path) -> None:
+        assert self.levels(tmp_path, EFA) == [Level.ERROR, Level.OK, Level.ERROR, Level.ERROR]
+
+    def test_ucx(self, tmp_path: Path) -> None:
+        asked = ConnectorSettings(provider="efa", transport="nixl")
+        assert self.levels(tmp_path, asked) == [Level.OK] * 4
+        assert self.levels(tmp_path, asked, "cpu") == [Level.OK] * 4
+
+    def test_nixl_that_is_chosen_by_us(self, tmp_path: Path) -> None:
+        broken = machine(tmp_path, locked=8 << 20, FI_PROVIDER="tcp")
+        settings = ConnectorSettings(provider="shm")
+        assert {finding.level for finding in at_start(broken, settings, "cuda")} == {Level.OK}
+        assert Level.ERROR in {finding.level for finding in at_start(broken, settings, "cpu")}
+
+    def test_its_backend_over_libfabric_is_warned(self, tmp_path: Path) -> None:
+        settings = ConnectorSettings(provider="efa", transport="nixl", nixl_backend="LIBFABRIC")
+        assert self.levels(tmp_path, settings) == [Level.WARNING] * 4
 
 
 class TestKey:
@@ -192,3 +257,8 @@ class TestFleet:
     )
     def test_how_cores_are_named(self, text: str, cores: tuple[int, ...]) -> None:
         assert configuration.neuron_cores({"NEURON_RT_VISIBLE_CORES": text}) == cores
+        assert configuration.neuron_cores({"NEURON_VISIBLE_DEVICES": text}) == cores
+
+    def test_a_workers_own_core_counts_before_its_engines(self) -> None:
+        both = {"NEURON_VISIBLE_DEVICES": "8-15", "NEURON_RT_VISIBLE_CORES": "9"}
+        assert configuration.neuron_cores(both) == (9,)

@@ -167,6 +167,44 @@ class TestInOneProcess:
             assert Id.TRANSFER_LATENCY in tried(tmp_path / "b", place, LoopbackTransport(network))
             assert sum("refused" in line for line in told) >= 1
 
+    @pytest.mark.parametrize(
+        "word",
+        [
+            words.Push(1, 1, 1, 0, 4096),
+            words.Push(1, 1, 1, 4096, 4096),
+            words.Expect(1, 1, 0),
+            words.Compare(1, 1, 1, 0, 0),
+            words.Echo(1, 1, 1),
+        ],
+        ids=lambda word: f"{type(word).__name__}-{getattr(word, 'size', '')}",
+    )
+    def test_whoever_asks_before_it_was_met_is_told_so_and_disturbs_nobody(
+        self, tmp_path: Path, word: words.Word
+    ) -> None:
+        network = LoopbackNetwork()
+        with serving(tmp_path / "a", LoopbackTransport(network)) as (place, _):
+            line, _ = call(place.host, place.port, DOCTOR, ours(KEY.encode()), 5.0)
+            with line:
+                line.read(5.0)
+                line.write(encode(word))
+                answer = words.decode(line.read(5.0))
+                assert isinstance(answer, words.Trouble)
+                assert "has not been met" in answer.detail
+            assert Id.TRANSFER_LATENCY in tried(tmp_path / "b", place, LoopbackTransport(network))
+
+    def test_nothing_can_not_be_tried_out(self, tmp_path: Path) -> None:
+        network = LoopbackNetwork()
+        with serving(tmp_path, LoopbackTransport(network)) as (place, _), side_of(LoopbackTransport(network)) as side:
+            line, _ = call(place.host, place.port, DOCTOR, ours(KEY.encode()), 5.0)
+            with line:
+                line.read(5.0)
+                line.write(encode(side.about(None, None)))
+                assert words.decode(line.read(5.0)) == words.Ready()
+                line.write(encode(words.Push(1, 1, 1, 0, 4096)))
+                answer = words.decode(line.read(5.0))
+                assert isinstance(answer, words.Trouble)
+                assert "0 bytes can't be tried out" in answer.detail
+
     @pytest.mark.parametrize("body", [b"", b"\xc1", b"nonsense"])
     def test_nonsense_is_no_word(self, body: bytes) -> None:
         with pytest.raises(WireError, match="not a word of a doctor"):
