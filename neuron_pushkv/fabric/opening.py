@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from neuron_pushkv.device.base import MemoryKind
 from neuron_pushkv.errors import FabricError, ProviderMismatch
 from neuron_pushkv.fabric import discovery
+
+logger = logging.getLogger(__name__)
 
 LEAST_VERSION = (1, 17)
 """Oldest libfabric whose structs ``ofi.h`` was checked against."""
@@ -68,6 +71,7 @@ class Options:
     library: Path | None = None
     host: str | None = None
     nics: tuple[str, ...] = ()
+    preferred: bool = False
     rails: int | None = None
     flush: bool = False
     cpu: int | None = None
@@ -125,6 +129,8 @@ def open_core(module: ModuleType, asked: str, opening: Options) -> Any:
                 f"{where} has provider '{asked}', but not for {opening.device} memory (not offered with FI_HMEM); "
                 f"{opening.hint or HOW_TO_GET_HMEM[opening.device]}"
             )
+        elif code == lib.PK_NO_NIC and opening.preferred:
+            return open_core(module, asked, _with_offered(opening, text, where))
         elif code == lib.PK_NO_NIC:
             raise FabricError(
                 f"network cards {', '.join(opening.nics)} were asked for, but with provider '{asked}' {where} has here "
@@ -145,6 +151,22 @@ def cores() -> str:
     """This machine's, as the kernel lists them, for people: "cores 0-15"."""
     online = Path("/sys/devices/system/cpu/online")
     return f"cores {online.read_text().strip()}" if online.is_file() else f"{os.cpu_count()} cores"
+
+
+def _with_offered(opening: Options, offered: str, where: str) -> Options:
+    """To open it again: with those of the preferred cards that are among ``offered``, else with any."""
+    domains = offered.split(", ")
+    # As library.c: EFA's domains are a card's name and, after a dash, the endpoints' type.
+    left = tuple(name for name in opening.nics if any(f"{domain}-".startswith(f"{name}-") for domain in domains))
+    logger.warning(
+        "the network cards nearest to the device are %s, but %s has here only: %s; KV goes over %s. Unset "
+        "FI_EFA_IFACE, or attach all of the instance's EFA cards",
+        ", ".join(opening.nics),
+        where,
+        offered,
+        ", ".join(left) or "these",
+    )
+    return replace(opening, nics=left, preferred=False)
 
 
 def _not_offered(asked: str, provider: str, offered: str, where: str, host: str | None) -> FabricError:

@@ -25,7 +25,7 @@ def bounces(settings: ConnectorSettings, memory: Sequence[Memory]) -> bool:
 
 
 def open_transport(settings: ConnectorSettings, accelerator: Accelerator, memory: Sequence[Memory]) -> Transport:
-    """Open it, for ``memory``, over the cards that are nearest to it.
+    """Open it, for ``memory``, over the cards that are nearest to it, where libfabric offers these.
 
     Raises :class:`~neuron_pushkv.errors.FabricError` if it is not installed, or can't be used as asked.
     """
@@ -41,6 +41,7 @@ def open_transport(settings: ConnectorSettings, accelerator: Accelerator, memory
         settings.libfabric,
         settings.host,
         nics=accelerator.nics(memory[0]) if memory and settings.provider.startswith("efa") else (),
+        preferred=True,
         flush=accelerator.needs_flush and not bounced,
         core=settings.progress_core,
         device=MemoryKind.HOST if bounced or not memory else memory[0].kind,

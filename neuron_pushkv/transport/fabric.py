@@ -53,12 +53,13 @@ class FabricTransport(Transport):
     """``provider`` is "efa", "efa-direct", "tcp" or "shm"; ``library`` a path to libfabric, if not the usual one.
 
     ``host`` is the address of this machine that tcp binds to. ``nics`` are the network cards to use, by libfabric's
-    names of their domains (EFA's without what follows the dash); by default all of EFA's, one of others'. There is one
-    rail for each of them, or ``rails`` in all, over the cards in turn. With ``flush`` an arrival is told only when
-    memory of each device has been read from over every rail that received, which is what a device needs that may not
-    see at once what a card has written. ``core`` is the CPU core for the progress thread. Registrations of more than
-    ``most_registered`` bytes are refused as some drivers do, which is for tests. ``device`` is the kind of memory that
-    will be registered, besides the host's; ``export`` and ``hint`` are its accelerator's. Raises
+    names of their domains (EFA's without what follows the dash); by default all of EFA's, one of others'. All of them
+    must be there, unless they are only ``preferred``: then those that are there are used or, if none is, what would be
+    by default. There is one rail for each, or ``rails`` in all, over the cards in turn. With ``flush`` an arrival is
+    told only when memory of each device has been read from over every rail that received, which is what a device needs
+    that may not see at once what a card has written. ``core`` is the CPU core for the progress thread. Registrations of
+    more than ``most_registered`` bytes are refused as some drivers do, which is for tests. ``device`` is the kind of
+    memory that will be registered, besides the host's; ``export`` and ``hint`` are its accelerator's. Raises
     :class:`~neuron_pushkv.errors.FabricError`.
 
     One thing that libfabric does not give us everywhere: over shm, a write with a wrong key or outside its bounds is
@@ -73,6 +74,7 @@ class FabricTransport(Transport):
         host: str = "127.0.0.1",
         *,
         nics: tuple[str, ...] = (),
+        preferred: bool = False,
         rails: int | None = None,
         flush: bool = False,
         core: int | None = None,
@@ -88,7 +90,9 @@ class FabricTransport(Transport):
                 f"provider '{provider}' can't be used for {device} memory: {_IMPOSSIBLE[provider, device]}"
             )
         bound = host if provider == "tcp" else None
-        self.core = Core(provider, Options(library, bound, nics, rails, flush, core, most_registered, device, hint))
+        self.core = Core(
+            provider, Options(library, bound, nics, preferred, rails, flush, core, most_registered, device, hint)
+        )
         self._registrar = Registrar(self.core, device, export, hint)
         self.library = f"libfabric {self.core.facts.version}"
         self.provider = self.core.facts.fabric if provider == "efa-direct" else self.core.facts.provider

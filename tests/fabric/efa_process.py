@@ -38,6 +38,7 @@ class Side:
             device=MemoryKind(case.get("opened_for", kind)),
             flush=case.get("flush", True),
             nics=tuple(case.get("nics", ())),
+            preferred=case.get("preferred", False),
             export=self.export if "export" in case else None,
             hint=case.get("hint", ""),
         )

@@ -159,6 +159,42 @@ def test_only_the_cards_that_are_named_are_used(run: Run) -> None:
     assert {entry["card"] for entry in out.device_registrations()} == {"rdmap18s0-rdm"}
 
 
+@pytest.mark.parametrize(
+    ("preferred", "used", "told"),
+    [
+        (["rdmap18s0", "rdmap180s0"], ["rdmap180s0-rdm"], "KV goes over rdmap180s0"),
+        # One that is there begins with the name of one of these, which is another card for all that.
+        (["rdmap18s0", "rdmap20"], ["rdmap201s0-rdm", "rdmap180s0-rdm"], "KV goes over these"),
+    ],
+)
+def test_preferred_cards_that_are_not_there_are_done_without(
+    run: Run, preferred: list[str], used: list[str], told: str
+) -> None:
+    fake = {"FAKE_CARDS": "rdmap201s0,rdmap180s0"}
+    out = run(fake=fake, nics=preferred, preferred=True, runs=RUNS)
+    assert (out["events"], out["equal"]) == (["Written", "Arrived"], True)
+    assert list(dict.fromkeys(entry["card"] for entry in out.device_registrations())) == used
+    assert len(out["warnings"]) == 2  # one for each of two transports
+    for text in out["warnings"]:
+        assert f"nearest to the device are {', '.join(preferred)}, but libfabric 2.1 at " in text
+        assert f" has here only: rdmap201s0-rdm, rdmap180s0-rdm; {told}. " in text
+
+
+def test_preferred_cards_that_are_all_there_are_used_without_a_word(run: Run) -> None:
+    out = run(fake={"FAKE_CARDS": "rdmap201s0,rdmap180s0"}, nics=["rdmap180s0"], preferred=True)
+    assert {entry["card"] for entry in out.device_registrations()} == {"rdmap180s0-rdm"}
+    assert out["warnings"] == []
+
+
+def test_cards_that_are_asked_for_must_all_be_there(run: Run) -> None:
+    out = run(fake={"FAKE_CARDS": "rdmap201s0,rdmap180s0"}, nics=["rdmap180s0", "rdmap18s0"])
+    assert re.fullmatch(
+        r"FabricError: network cards rdmap180s0, rdmap18s0 were asked for, but with provider 'efa' libfabric 2\.1 at "
+        r"\S+ has here only: rdmap201s0-rdm, rdmap180s0-rdm",
+        out["error"],
+    )
+
+
 NO_HMEM = r"FabricError: libfabric 2\.1 at \S+ has provider 'efa', but not for {} memory \(not offered with FI_HMEM\); "
 GET_CUDA = r"use the libfabric of AWS's EFA software, and see that it finds NVIDIA's driver \(libcuda\.so\.1\)"
 NO_P2P = r"fi_setopt of FI_OPT_FI_HMEM_P2P, which asks for .* to the device: Operation not supported \(-95\)"

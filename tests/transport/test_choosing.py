@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.device.base import Memory, MemoryKind
 from neuron_pushkv.device.host import HostAccelerator
+from neuron_pushkv.transport import fabric
 from neuron_pushkv.transport.choosing import bounces, open_transport
 from tests.transport.conftest import first_library
 
@@ -38,3 +41,17 @@ def test_memory_that_only_the_host_sees_needs_no_flush(bounce: str, memory: list
         assert transport.flushes == (not bounced)
     finally:
         transport.close()
+
+
+class Near(HostAccelerator):
+    """A device next to a card."""
+
+    def nics(self, memory: Memory) -> tuple[str, ...]:
+        return ("rdmap201s0",)
+
+
+def test_the_nearest_cards_are_no_more_than_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[dict[str, Any]] = []
+    monkeypatch.setattr(fabric, "FabricTransport", lambda *_, **options: opened.append(options))
+    open_transport(ConnectorSettings.model_validate({"provider": "efa"}), Near(), [MAPPED])
+    assert [(options["nics"], options["preferred"]) for options in opened] == [(("rdmap201s0",), True)]
