@@ -147,13 +147,14 @@ class Push(Pair):
     """Ours."""
 
     engine = "pushkv"
+    sides: tuple[type[pushing.Sender], type[pushing.Receiver]] = pushing.Sender, pushing.Receiver
 
     def __init__(self, work: Work, provider: str, library: Path | None) -> None:
         super().__init__(work)
         self.provider = provider
         self.port = free_port()
-        self.sender = Remote(pushing.Sender, "sender", provider, library, self.port, work)
-        self.receiver = Remote(pushing.Receiver, "receiver", provider, library, free_port(), work)
+        self.sender = Remote(self.sides[0], "sender", provider, library, self.port, work)
+        self.receiver = Remote(self.sides[1], "receiver", provider, library, free_port(), work)
         self.versions = {"libfabric": self.sender.ask("versions")}
 
     def announce(self) -> None:

@@ -12,6 +12,7 @@ from cffi import FFI
 _DECLARATIONS = """
 int64_t take_gil_now_and_then(int64_t sleep_ns, int *stop, int64_t *waits, int64_t room);
 double core_to_core(int64_t rounds);
+void copy_rows(const uint64_t *rows, int64_t count, int to_host);
 """
 
 _SOURCE = """
@@ -19,6 +20,7 @@ _SOURCE = """
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <string.h>
 #include <sys/prctl.h>
 #include <time.h>
 
@@ -45,6 +47,12 @@ static int64_t take_gil_now_and_then(int64_t sleep_ns, int *stop, int64_t *waits
         PyGILState_Release(state);
     } while (!__atomic_load_n(stop, __ATOMIC_ACQUIRE) && count < room);
     return count;
+}
+
+/* Rows of (device's address, host's address, bytes). */
+static void copy_rows(const uint64_t *rows, int64_t count, int to_host) {
+    for (const uint64_t *row = rows; row < rows + 3 * count; row += 3)
+        memcpy((void *)row[to_host], (const void *)row[!to_host], row[2]);
 }
 
 struct court { _Alignas(128) atomic_llong ball; int64_t rounds; cpu_set_t place; };

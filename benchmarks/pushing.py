@@ -13,7 +13,7 @@ from benchmarks.gil import watch
 from benchmarks.work import BLOCK_TOKENS, REGIONS, Cache, Work
 from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.content import Content, seed
-from neuron_pushkv.device.base import Memory
+from neuron_pushkv.device.base import Accelerator, Memory
 from neuron_pushkv.device.host import HostAccelerator
 from neuron_pushkv.directory import Directory
 from neuron_pushkv.engine import PushEngine
@@ -69,11 +69,19 @@ class Side:
             rank=Rank(),
             model=MODEL,
             layout=self.layout(),
-            memory=[Memory(self.cache.address, self.cache.bytes)],
+            memory=[self.memory()],
             transport=self.transport,
-            accelerator=HostAccelerator(),
+            accelerator=self.accelerator(),
             directory=(self.settings.host, self.settings.port),
         )
+
+    def memory(self) -> Memory:
+        """What the cache lies in."""
+        return Memory(self.cache.address, self.cache.bytes)
+
+    def accelerator(self) -> Accelerator:
+        """Whose memory that is."""
+        return HostAccelerator()
 
     def layout(self) -> Layout:
         """K and V apart, each with one head whose tokens are rows."""

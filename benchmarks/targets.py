@@ -137,7 +137,8 @@ def show(rows: Rows, console: Console, *, every_target: bool) -> None:
         else:
             met = value <= target.limit if target.at_most else value >= target.limit
             table.add_row(target.text, aim, f"{value:.3g} {target.unit}", "yes" if met else "no")
-    console.print(table)
+    if table.row_count:
+        console.print(table)
 
 
 def _cells(each: Row, rows: Rows) -> list[str]:

@@ -1,5 +1,8 @@
-"""The accelerator seam for CUDA devices.
+"""CUDA devices behind the accelerator seam, through the driver's library, which is loaded at run time.
 
-Reserved for the CUDA counterpart of :mod:`neuron_pushkv.device`. It holds no code yet: CUDA caches are refused by
-:func:`neuron_pushkv.device.accelerator_for` with a sentence that says so.
+No toolkit is needed, and torch isn't imported: where it is in use, its current stream is asked for.
 """
+
+from gpu_compat.accelerator import CudaAccelerator, CudaFacts
+
+__all__ = ["CudaAccelerator", "CudaFacts"]

@@ -25,7 +25,20 @@ _SECRET_WORDS = ("key", "token", "secret", "password")
 
 
 class _Group(click.Group):
-    """Our own errors end a command with one line and status 2, never with a traceback."""
+    """Our own errors end a command with one line and status 2, never with a traceback.
+
+    ``simulate`` has its commands elsewhere, which take a moment to load and are loaded when asked for.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), "simulate"])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == "simulate":
+            from neuron_pushkv.simulate.command import simulate
+
+            return simulate
+        return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -104,6 +117,40 @@ def router(config: Path | None, **options: Any) -> None:
     values = _read_yaml(config) if config else {}
     values.update({name: value for name, value in options.items() if value not in (None, ())})
     serve(parse(RouterSettings, values, str(config) if config else "router"))
+
+
+@main.command()
+@click.option("--config", type=click.Path(path_type=Path), metavar="FLEET.yaml", help="A fleet file, for its settings.")
+@click.option("--engine", metavar="NAME", help="Which engine of the fleet file; by default its first.")
+@click.option("--provider", help="libfabric provider: efa, efa-direct, tcp or shm.")
+@click.option("--host", help="Address of this machine that the engine listens on.")
+@click.option("--port", type=int, help="Port of the engine's directory.")
+@click.option("--libfabric", type=click.Path(), help="Path of libfabric.so.1.")
+@click.option("--fleet-key-file", type=click.Path(), help="File with the fleet key.")
+@click.option("--device", type=click.Choice(["neuron", "cuda", "cpu"]), help="By default what this machine has.")
+@click.option("--peer", "peers", multiple=True, metavar="HOST:PORT", help="Another engine's directory, or a doctor.")
+@click.option("--serve", is_flag=True, help="Be the peer of other doctors, until Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def doctor(
+    config: Path | None,
+    engine: str | None,
+    device: str | None,
+    peers: tuple[str, ...],
+    serve: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Find out whether KV can be pushed from and to this machine.
+
+    Ends with status 0 if all is well, 1 if there are warnings, 2 if something is broken. Without --peer a transfer is
+    tried between two processes here; on two machines, run it with --serve on one and with --peer on the other.
+    """
+    from neuron_pushkv.doctor import command
+
+    fleet = load_fleet(config) if config is not None else None
+    given = {name: value for name, value in options.items() if value is not None}
+    with _ending_on_signals():
+        sys.exit(command.run(fleet, engine, given, device, peers, serve=serve, as_json=as_json))
 
 
 @main.command(name="config")

@@ -53,6 +53,17 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def host_port(text: str, where: str) -> tuple[str, int]:
+    """Split ``host:port``; an IPv6 address stands in brackets. Raises :class:`ConfigError`."""
+    host, colon, port = text.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not colon or not bare or (":" in bare and bare == host) or not (port.isascii() and port.isdigit()):
+        raise ConfigError(f"{where}: '{text}' is not host:port")
+    if not 0 < int(port) < 65536:
+        raise ConfigError(f"{where}: port {port} of '{text}' is not between 1 and 65535")
+    return bare, int(port)
+
+
 class Security(Strict):
     """What the connector and the router share about who may talk to whom."""
 
@@ -114,9 +125,19 @@ class ConnectorSettings(Security):
     peer is refused."""
     staging_bytes: PositiveInt = 64 << 20
     """Host memory that small writes are packed in, taken when the first peer needs it."""
+    bounce: Literal["auto", "always"] = "auto"
+    """When KV passes through host memory: where the network can't be shown the device's own, or ``always``. The latter
+    also helps where registering the device's is refused, or small writes from it have to be packed."""
+    bounce_bytes: PositiveInt = 1 << 30
+    """That host memory, per rank, taken only where it is used. A quarter is for what is sent; the rest, for what is
+    received, must hold the longest prompt's KV."""
     max_parked_bytes: Annotated[int, Field(ge=0)] | None = None
     """KV that finished requests may keep for receivers, per rank (as ``--kv-cache-memory-bytes``); beyond it the
     oldest is let go. By default half of the engine's KV cache."""
+
+    block_order: Literal["vllm", "sorted", "runs"] = "sorted"
+    """In which order vLLM's block pool hands blocks out: its own; the same blocks sorted, so that more of them are
+    neighbours; or neighbours among the oldest quarter, which makes few, large writes if both sides do so (``runs``)."""
 
     connect_seconds: PositiveSeconds = 2.0
     """How long connecting to a peer and the handshake with it may take together."""

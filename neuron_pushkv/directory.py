@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from neuron_pushkv import __version__, versions
 from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.errors import HandshakeRefused, Reason, WireError
 from neuron_pushkv.peers import Connection, Node
@@ -82,6 +83,7 @@ class Directory:
         self._identity = Identity(engine_id, incarnation, Rank())
         self._ranks = ranks
         self._gone_seconds = gone_seconds
+        self._vllm = versions.vllm()[1]
         self._lock = threading.Lock()
         self._workers: dict[Rank, _Worker] = {}
         self._roles: dict[Connection, tuple[str, Rank]] = {}
@@ -239,6 +241,8 @@ class Directory:
             provider=", ".join(sorted({said.provider for _, said in there})),
             library=", ".join(sorted({said.library for _, said in there})),
             kept_requests=len(self._kept),
+            release=__version__,
+            vllm=self._vllm,
         )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from neuron_pushkv.bounce.bounce import Bounce
 from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.contacts.contacts import Contacts, Sizes
-from neuron_pushkv.device.base import Accelerator, Memory, ReadyWord
+from neuron_pushkv.device.base import Accelerator, Memory
 from neuron_pushkv.errors import DeviceError, LayoutError, PushKVError, Reason, RegistrationError, TransportError
 from neuron_pushkv.layout import Layout, Region
 from neuron_pushkv.ledger import effects as fx
@@ -23,8 +24,11 @@ from neuron_pushkv.ledger.inbound import Inbound, Share
 from neuron_pushkv.ledger.outbound import Outbound
 from neuron_pushkv.orders import Ready, StepOrders
 from neuron_pushkv.posting import Posting
-from neuron_pushkv.telemetry import Telemetry, Transfer, Way
+from neuron_pushkv.receiving import Receiving
+from neuron_pushkv.steps import STEP_SECONDS, Steps
+from neuron_pushkv.telemetry import Telemetry, transfer_of
 from neuron_pushkv.transport.base import Arrived, Event, Failed, Registration, Transport, Written, immediate
+from neuron_pushkv.transport.choosing import bounces
 from neuron_pushkv.wire import (
     Accepted,
     AnyMessage,
@@ -65,7 +69,8 @@ class Results:
 class PushEngine:
     """See the module's text. ``memory`` covers all of ``layout``'s regions; ``directory`` is our own engine's.
 
-    ``sizes`` are the engine's pipeline and tensor parallel sizes.
+    ``sizes`` are the engine's pipeline and tensor parallel sizes. If some of the memory can't be shown to the network,
+    all KV passes through a staging cache (:mod:`neuron_pushkv.bounce`).
     """
 
     def __init__(
@@ -83,29 +88,29 @@ class PushEngine:
         directory: tuple[str, int],
         sizes: Sizes = (1, 1),
     ) -> None:
-        if accelerator.needs_flush and not transport.flushes:
+        bounced = bounces(settings, memory)
+        if accelerator.needs_flush and not bounced and not transport.flushes:
             raise DeviceError(
                 f"{accelerator.name} memory must be flushed after each receipt, which transport '{transport.provider}' "
                 f"doesn't do; set another transport or provider"
             )
         self._transport = transport
-        self._accelerator = accelerator
-        self._layout = layout
         self._lock = threading.RLock()
         self._quiet = threading.Condition(self._lock)
-        registered = [transport.register(part) for part in memory]
+        self._bounce = Bounce(settings, layout, transport, accelerator, self._lock) if bounced else None
+        if self._bounce is not None:
+            self._posting: Posting = self._bounce.posting
+            registered, shown = [self._bounce.cache.registration], self._bounce.cache.layout
+        else:
+            self._posting = Posting(transport, settings.staging_bytes)
+            registered, shown = [transport.register(part) for part in memory], layout
         quarantine = settings.quarantine_seconds
         if quarantine is None:
             quarantine = 0.0 if transport.fence_is_final else FENCE_QUARANTINE_SECONDS
         self._inbound = Inbound(settings, quarantine)
-        self._outbound = Outbound(settings, layout)
-        self._sizes: dict[str, int] = {}
-        self._releases: dict[str, str] = {}
-        self._ended: list[Transfer] = []
-        """Loads that vLLM has not heard of yet."""
+        self._outbound = Outbound(settings, layout, copied=bounced)
         self._telemetry = Telemetry(transport.provider, transport.library, engine=engine_id, rank=str(rank))
-        self._ready: ReadyWord | None = None
-        self._posting = Posting(transport, settings.staging_bytes)
+        self._steps = Steps(accelerator)
         self._stale = 0
         """Arrivals that nobody expected, as far as they are counted."""
         self._closed = threading.Event()
@@ -113,20 +118,21 @@ class PushEngine:
             self,
             self._lock,
             settings=settings,
-            identity=Identity(engine_id, incarnation, rank, model, transport.provider, layout),
+            identity=Identity(engine_id, incarnation, rank, model, transport.provider, shown),
             sizes=sizes,
             transport=transport,
-            regions=[_registration(registered, layout, region) for region in layout.regions],
+            regions=[_registration(registered, shown, region) for region in shown.regions],
             directory=directory,
             staging=self._posting.staging,
         )
+        self._receiving = Receiving(self._inbound, self._contacts, layout, self._carry_out, self._bounce)
         self._thread = threading.Thread(target=self._run, name="pushkv-engine", daemon=True)
         self._thread.start()
 
     # vLLM's thread.
 
     def begin_step(self, orders: StepOrders) -> None:
-        """Carry out what the scheduler side wants before the forward pass. Posts nothing new."""
+        """Carry out what the scheduler side wants before the forward pass, and push what earlier ones have filled."""
         now = time.monotonic()
         with self._lock:
             self._outbound.begin_step()
@@ -142,52 +148,39 @@ class PushEngine:
                 self._carry_out(self._outbound.evict(request, now))
             for offer in orders.offers:
                 self._carry_out(self._outbound.offer(offer, now))
-            for intent in orders.intents:
-                self._carry_out(self._inbound.intend(intent, now))
-                self._contacts.reach((intent.remote.host, intent.remote.port), intent.request, now)
-            for receive in orders.receives:
-                self._sizes[receive.request] = sum(
-                    len(blocks) * self._layout.bytes_of(group) for group, blocks in enumerate(receive.blocks)
-                )
-                routed = self._inbound.routed(receive.request)
-                self._carry_out(self._inbound.receive(receive, now))
-                if not routed:
-                    self._contacts.reach((receive.remote.host, receive.remote.port), receive.request, now)
-            for release in orders.releases:
-                errand = f"release {len(self._releases)} {release.transfer}"
-                self._releases[errand] = release.transfer
-                self._contacts.reach((release.remote.host, release.remote.port), errand, now)
-            for request in orders.withdrawn:
-                self._carry_out(self._inbound.withdraw(request, now))
+            self._receiving.begin(orders, now)
+            self.advance(orders.cached)
 
     def advance_layer(self, layer: str, ready: Sequence[Ready]) -> None:
         """One layer of this step has been launched: push what it fills, behind it, while the next one is computed."""
         now = time.monotonic()
         with self._lock:
-            if ready:
-                self._ready = self._accelerator.mark_step()
+            if not ready or self._posting.copies or not self._steps.mark():
+                return  # What is copied goes when its step has ended.
             for order in ready:
                 self._carry_out(self._outbound.advance_layer(order, layer, now))
 
     def advance(self, ready: Sequence[Ready]) -> None:
         """After the forward pass has been launched: push the blocks that it fills to whoever has registered."""
+        if not ready:
+            return
         now = time.monotonic()
         with self._lock:
-            if ready:
-                # Kept after this call: a registration may come before the step is ready, and waits for the same word.
-                self._ready = self._accelerator.mark_step()
-            for order in ready:
+            for order in self._steps.launched(ready, wait=self._posting.copies):
                 self._carry_out(self._outbound.advance(order, now))
+            if self._steps:
+                self._transport.wake()  # Our own thread looks when it has ended.
 
     def end_step(self) -> None:
         """The step is over; the engine may be idle from now on."""
         with self._lock:
             self._outbound.end_step()
 
-    def take_results(self) -> Results:
-        """What has ended since the last call; each request exactly once."""
+    def take_results(self, patience: float = 0.0) -> Results:
+        """What has ended since the last call, each request exactly once; waits up to ``patience`` s for the first."""
         with self._lock:
-            ended, self._ended = self._ended, []
+            self._quiet.wait_for(self._receiving.has_ended, patience)
+            ended = self._receiving.take()
             now = time.monotonic()
             for transfer in ended:
                 moments = {**transfer.moments, "seen": now - transfer.started}
@@ -206,7 +199,8 @@ class PushEngine:
                 self._stale = stale
             self._telemetry.gauge("open_receives", len(self._inbound))
             self._telemetry.gauge("open_sends", len(self._outbound))
-            self._telemetry.gauge("staging_bytes", self._posting.staged)
+            self._telemetry.staging(self._posting.pool)
+            self._telemetry.gauge("bounce_bytes", self._bounce.cache.used_bytes if self._bounce else 0)
             return self._telemetry.take()
 
     def close(self) -> None:
@@ -217,11 +211,15 @@ class PushEngine:
         self._contacts.close()
         self._transport.wake()
         self._thread.join()
+        if self._bounce is not None:
+            self._bounce.close()
         self._transport.close()
         self._telemetry.close()
 
     def _take_back(self, request: str) -> None:
         """Let no write read the request's blocks any more, within a bound: this is the thread that steps the engine."""
+        self._steps.take_back(request)
+        self._posting.take_back(self._outbound.open(request))
         self._carry_out(self._outbound.drain(request))
         if self._quiet.wait_for(lambda: not self._outbound.reading(request), DRAIN_SECONDS):
             return
@@ -235,23 +233,45 @@ class PushEngine:
     def _run(self) -> None:
         tick = 0.0
         while not self._closed.is_set():
-            events = self._transport.poll(TICK_SECONDS)
+            events = self._transport.poll(STEP_SECONDS if self._steps else TICK_SECONDS)
             now = time.monotonic()
             with self._lock:
-                try:
-                    for event in events:
-                        self._carry_out(self._happened(event, now))
-                    for key in self._posting.waiting():
-                        self._carry_out(self._outbound.resume(key, now))
-                    if now >= tick:
-                        tick = now + TICK_SECONDS
-                        self._carry_out(self._inbound.tick(now))
-                        self._carry_out(self._outbound.tick(now))
-                        self._contacts.tick(now)
-                except Exception:
-                    logger.exception("a bug in neuron_pushkv: please report it; the transfers concerned will time out")
-                    self._telemetry.event("internal_error")
+                for event in events:
+                    self._safely(self._happened, event, now)
+                for order in self._steps.ended():
+                    self._safely(self._outbound.advance, order, now)
+                for key in self._posting.waiting():
+                    self._safely(self._outbound.resume, key, now)
+                    self._posting.resumed(key)
+                if now >= tick:
+                    tick = now + TICK_SECONDS
+                    self._safely(self._tick, now)
                 self._quiet.notify_all()
+
+    def _safely(self, decide: Callable[..., Sequence[fx.Effect]], *arguments: Any) -> None:
+        """A bug must not take what else has happened with it."""
+        try:
+            self._carry_out(decide(*arguments))
+        except Exception:
+            logger.exception("a bug in neuron_pushkv: please report it; the transfer concerned may time out")
+            self._telemetry.event("internal_error")
+
+    def _tick(self, now: float) -> Sequence[fx.Effect]:
+        if self._steps.failed:
+            self._device_failed(self._steps.failed, now)
+        self._receiving.tick(now)
+        self._contacts.tick(now)
+        return self._outbound.tick(now)
+
+    def _device_failed(self, why: str, now: float) -> None:
+        """Nothing that it computes will be there: whoever waits for it hears so, and may compute it."""
+        self._steps.give_up()
+        for request in self._outbound.sources:
+            for key in sorted(self._outbound.open(request)):
+                if self._outbound.wants(key):
+                    logger.error("KV of request %s is not pushed: %s", request, why)
+                    self._carry_out(self._outbound.post_failed(key, Reason.DEVICE_FAILED, why, now))
+            self._carry_out(self._outbound.evict(request, now))
 
     def _happened(self, event: Event, now: float) -> list[fx.Effect]:
         match event:
@@ -268,17 +288,11 @@ class PushEngine:
 
     def reached(self, request: str, shares: Sequence[Share]) -> None:
         """See :class:`~neuron_pushkv.contacts.Owner`."""
-        transfer = self._releases.pop(request, None)
-        if transfer is None:
-            self._carry_out(self._inbound.connected(request, shares, time.monotonic()))
-            return
-        for share in shares:
-            self._contacts.send(share.connection, Release(transfer, share.asked))
+        self._receiving.reached(request, shares)
 
     def unreachable(self, request: str, reason: Reason, detail: str) -> None:
         """See :class:`~neuron_pushkv.contacts.Owner`."""
-        if self._releases.pop(request, None) is None:
-            self._carry_out(self._inbound.unreachable(request, reason, detail))
+        self._receiving.unreachable(request, reason, detail)
 
     def unasked(self, requests: Sequence[str]) -> None:
         """See :class:`~neuron_pushkv.contacts.Owner`."""
@@ -334,34 +348,19 @@ class PushEngine:
                 case fx.Forget(slot):
                     self._transport.forget(slot)
                 case fx.Received():
-                    size = self._sizes.pop(effect.request)
-                    self._ended.append(self._transfer("in", effect, size if effect.reason is None else 0))
+                    self._receiving.received(effect)
+                    self._quiet.notify_all()
                 case fx.Write():
                     self._write(effect)
                 case fx.CancelTicket(ticket):
                     self._transport.cancel(ticket)
                 case fx.Sent():
-                    self._telemetry.ended(self._transfer("out", effect, effect.bytes))
+                    peer = self._contacts.name(effect.connection)
+                    self._telemetry.ended(transfer_of("out", effect, peer, effect.bytes))
                 case fx.Freed(request, asked):
                     self._contacts.freed(request, asked)
                 case fx.Count(event):
                     self._telemetry.event(event)
-
-    def _transfer(self, way: Way, ended: fx.Ended, size: int) -> Transfer:
-        return Transfer(
-            way,
-            ended.request,
-            ended.transfer,
-            ended.traceparent,
-            self._contacts.name(ended.connection),
-            ended.reason,
-            ended.detail,
-            ended.tokens,
-            ended.writes,
-            size,
-            ended.started,
-            ended.moments,
-        )
 
     def _write(self, effect: fx.Write) -> None:
         if not self._outbound.wants(effect.key):
@@ -374,13 +373,16 @@ class PushEngine:
                 raise PushKVError("the receiver's connection has ended")
             plan = self._contacts.links.plan(connection, effect.heads)
             may_pack = threading.current_thread() is self._thread
-            posted = self._posting.post(link.peer, plan, effect, immediate(slot, epoch), self._ready, may_pack)
+            posted = self._posting.post(link.peer, plan, effect, immediate(slot, epoch), self._steps.word, may_pack)
         except PushKVError as error:
-            self._carry_out(self._outbound.post_failed(effect.key, Reason.WRITE_FAILED, str(error), now))
+            reason = Reason.DEVICE_FAILED if isinstance(error, DeviceError) else Reason.WRITE_FAILED
+            self._carry_out(self._outbound.post_failed(effect.key, reason, str(error), now))
             return
+        if not may_pack if posted is None else posted.end < effect.end:
+            self._transport.wake()  # Our own thread goes on with it at once.
         if posted is None:
-            self._transport.wake()  # Our own thread takes it up.
-        elif posted.ticket is None:
+            return
+        if posted.ticket is None:
             self._carry_out(self._outbound.skipped(effect, now))
         else:
             ticket = posted.ticket

@@ -34,6 +34,7 @@ class Reason(StrEnum):
     REFUSED = "refused"  # the peer refused the handshake
     PEER_LOST = "peer_lost"  # the connection ended
     WRITE_FAILED = "write_failed"  # the transport reported an error
+    DEVICE_FAILED = "device_failed"  # the device's memory could not be copied from or into
     TIMEOUT = "timeout"  # a deadline passed
     CANCELLED = "cancelled"  # withdrawn by the receiver
     SHUTDOWN = "shutdown"  # this process is stopping
@@ -65,11 +66,19 @@ class ProviderMismatch(FabricError):
 
 
 class RegistrationError(FabricError):
-    """Memory could not be registered with the network."""
+    """Memory could not be registered with the network. ``error`` is the library's own number for it, negative, or 0."""
+
+    def __init__(self, detail: str, error: int = 0) -> None:
+        super().__init__(detail)
+        self.error = error
 
 
 class TransportError(PushKVError):
     """A transport was used after its end or against its contract."""
+
+
+class BlockError(PushKVError):
+    """Blocks were asked for, shared or released that aren't there or aren't the owner's."""
 
 
 class LayoutError(PushKVError):
@@ -94,6 +103,42 @@ class HandshakeRefused(PushKVError):
 
 class DeviceError(PushKVError):
     """Device memory can't be used for transfers; says why and what to set."""
+
+
+class NeuronError(DeviceError):
+    """The Neuron runtime has refused or failed; ``status`` is its code (``nrt_status.h``)."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+class NeuronUninitialized(NeuronError):
+    """The runtime was used before it was initialised."""
+
+
+class NeuronClosed(NeuronError):
+    """The runtime was used after it was closed; it can't be opened again in this process."""
+
+
+class NeuronOutOfMemory(NeuronError):
+    """No device or host memory, or no other resource of the runtime's, is left."""
+
+
+class NeuronInvalid(NeuronError):
+    """The runtime rejects an argument or a handle."""
+
+
+class NeuronOutOfBounds(NeuronError):
+    """An access lies outside of its tensor."""
+
+
+class NeuronBusy(NeuronError):
+    """Queues are full, or a core belongs to somebody else: may work later."""
+
+
+class NeuronFault(NeuronError):
+    """A device, or what runs on it, has failed."""
 
 
 class FleetError(PushKVError):

@@ -107,6 +107,8 @@ class StepOrders:
     releases: tuple[Release, ...] = ()
     withdrawn: tuple[str, ...] = ()
     """Receiving requests that vLLM has aborted: stop, then report them finished; of an Intent alone, nothing."""
+    cached: tuple[Ready, ...] = ()
+    """Prefix hits that earlier steps have filled: they need not wait for this one."""
     ready: tuple[Ready, ...] = ()
     counters: dict[str, int] = field(default_factory=dict)
     """Events counted on the scheduler side since the last step, to be reported with the worker's own."""
@@ -122,6 +124,7 @@ class StepOrders:
                 self.releases,
                 self.intents,
                 self.receives,
+                self.cached,
                 self.ready,
                 self.counters,
             )

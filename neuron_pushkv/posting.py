@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from neuron_pushkv.blocks import BlockPool, Extent
 from neuron_pushkv.device.base import Memory, ReadyWord
+from neuron_pushkv.device.steps import is_reached
 from neuron_pushkv.ledger.effects import Key, Write
 from neuron_pushkv.plan.packing import PackedPlan
 from neuron_pushkv.plan.pair import PairPlan
-from neuron_pushkv.plan.staging import Extent, Staging
+from neuron_pushkv.plan.staging import Staging
 from neuron_pushkv.transport.base import Peer, Ticket, Transport
 
 
@@ -44,14 +47,25 @@ class Posting:
         return self._staging
 
     @property
-    def staged(self) -> int:
-        """Bytes that are packed and not written yet."""
-        return sum(extent.length for extent in self._extents.values())
+    def copies(self) -> bool:
+        """Whether KV is copied for any peer before it goes out, so that it has to be there."""
+        return self._staging is not None
+
+    @property
+    def pool(self) -> BlockPool | None:
+        """What is packed and not written yet, in bytes; None if nothing ever was."""
+        return self._staging.pool if self._staging is not None else None
 
     def waiting(self) -> list[Key]:
         """Deliveries to be taken up again, in the order in which they began to wait; those without room come back."""
         waiting, self._waiting = list(self._waiting), {}
         return waiting
+
+    def resumed(self, key: Key) -> None:
+        """That delivery has been taken up again: it has got on, or comes back, or is over."""
+
+    def take_back(self, keys: Iterable[Key]) -> None:
+        """The blocks that these deliveries read are wanted back."""
 
     def ended(self, ticket: int) -> None:
         """Nothing of that ticket's memory is read any more."""
@@ -70,8 +84,9 @@ class Posting:
     ) -> Posted | None:
         """Hand it to the transport. None if it waits, to be asked for again by :meth:`waiting`.
 
-        Packing copies, so it is not done on vLLM's thread (``may_pack``), nor for one layer of a step, whose others
-        follow so soon that they can as well be packed together. Raises like ``batch`` and ``Transport.write``.
+        Packing copies, so it is done when the KV is there, not on vLLM's thread (``may_pack``), and not for one layer
+        of a step, whose others follow so soon that they can as well be packed together. Raises like ``batch`` and
+        ``Transport.write``.
         """
         if isinstance(plan, PairPlan):
             layers = write.layers or (None,)
@@ -80,7 +95,7 @@ class Posting:
             return Posted(ticket, write.end)
         if write.ahead:
             return None
-        end = plan.fits(write.moves) if may_pack else write.first
+        end = plan.fits(write.moves) if may_pack and is_reached(ready) else write.first
         if end <= write.first:
             self._waiting[write.key] = None
             return None

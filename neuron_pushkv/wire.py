@@ -284,6 +284,9 @@ class EngineStatus(Message, frozen=True):
     provider: Name
     library: Name
     kept_requests: Count
+    release: Name = ""
+    """Of this package."""
+    vllm: Name = ""
 
 
 class Ping(Message, frozen=True):

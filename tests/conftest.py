@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The same examples in every run, however slow the machine is. Others: `pytest --hypothesis-profile default`.
+settings.load_profile("ci")
 
 DEVICES = {
     "neuron": ("/dev", "neuron*", "a Neuron device (/dev/neuron0)"),

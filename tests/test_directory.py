@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from neuron_pushkv import __version__, versions
 from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.directory import Directory, query_status
 from neuron_pushkv.errors import ConfigError, HandshakeRefused, Reason
@@ -17,6 +18,7 @@ from neuron_pushkv.wire import Done, EngineStatus, Freed, Identity, Listening, M
 from tests.peers.party import HOST, PATIENCE, Down, Party, Received, Stranger, Unreachable, Up, eventually, listener
 
 KEY = "shared"
+RELEASES = (__version__, versions.vllm()[1])
 TP0, TP1 = Rank(tp=0), Rank(tp=1)
 
 
@@ -99,13 +101,13 @@ def test_before_during_and_after_the_ranks_have_come(directory: Directory) -> No
 
 
 def test_status(directory: Directory) -> None:
-    assert ask(directory) == EngineStatus("engine", 42, False, 2, "", "", 0)
+    assert ask(directory) == EngineStatus("engine", 42, False, 2, "", "", 0, *RELEASES)
     with Worker(TP0, directory) as first, Worker(TP1, directory) as second:
         first.listening()
         second.listening()
         directory.keep("r")
         eventually(lambda: ask(directory).ready)
-        assert ask(directory) == EngineStatus("engine", 42, True, 2, "tcp", "libfabric 2.5", 1)
+        assert ask(directory) == EngineStatus("engine", 42, True, 2, "tcp", "libfabric 2.5", 1, *RELEASES)
 
 
 def test_a_request_is_freed_once_every_rank_has_said_so(directory: Directory) -> None:

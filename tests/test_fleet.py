@@ -110,6 +110,7 @@ class TestCommands:
         transfer = json.loads(argument(prefill.arguments, "--kv-transfer-config") or "")
         assert transfer == {
             "kv_connector": "PushKVConnector",
+            "kv_connector_module_path": "neuron_pushkv.connector.connector",
             "kv_role": "kv_both",
             "engine_id": "p0",
             "kv_load_failure_policy": "recompute",

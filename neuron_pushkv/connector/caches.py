@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from neuron_pushkv.connector.groups import groups_of, layer_specs
-from neuron_pushkv.connector.kernels import keep_rows, kernel_name
+from neuron_pushkv.connector.kernels import keep_rows, kernel_name, on_neuron
 from neuron_pushkv.device.base import Accelerator, Memory
 from neuron_pushkv.errors import LayoutError
 from neuron_pushkv.layout import ROWS, Layout, Part, Region
@@ -102,8 +102,16 @@ class _Cache:
         return int(elements * self.tensor.element_size())
 
 
-def describe(caches: Mapping[str, Any], layers: Mapping[str, Any], kv_cache_config: Any, shard: Shard) -> Layout:
-    """The layout of ``caches`` (layer name -> tensor), of which vLLM's attention ``layers`` say who writes them.
+def describe(
+    caches: Mapping[str, Any],
+    layers: Mapping[str, Any],
+    kv_cache_config: Any,
+    shard: Shard,
+    *,
+    packs_keys: bool = False,
+) -> Layout:
+    """The layout of ``caches`` (layer name -> tensor, or K and V), of which vLLM's attention ``layers`` say who writes
+    them. With ``packs_keys`` the tokens of K are in an order of the kernel's own, although its shape shows rows.
 
     One region for each part of a layer. Layers that read another layer's cache are left out; layers of different groups
     may lie over each other, since a block belongs to one group at a time. Where kernels keep rows, these are described;
@@ -115,10 +123,12 @@ def describe(caches: Mapping[str, Any], layers: Mapping[str, Any], kv_cache_conf
     groups, blocks = groups_of(kv_cache_config), int(kv_cache_config.num_blocks)
     found = list(_listed(caches, kv_cache_config, shard))
     heads = 1 if all(cache.part == "latent" for cache in found) else shard.total
-    if all(cache.keeps_rows() for cache in found) and keep_rows([cache.layer for cache in found], layers):
+    tensors = {cache.layer: cache.tensor for cache in found}
+    packed = packs_keys or any(_shows_packing(cache) for cache in caches.values())
+    if not packed and all(cache.keeps_rows() for cache in found) and keep_rows(tensors, layers):
         return Layout(ROWS, blocks, groups, tuple(cache.in_rows() for cache in found), heads)
     sizes = sorted({groups[cache.group].block_size // cache.ratio for cache in found})
-    kernel = f"{kernel_name({cache.layer: cache.tensor for cache in found}, layers)}/{'+'.join(map(str, sizes))}"
+    kernel = f"{kernel_name(tensors, layers)}{'/packed' if packed else ''}/{'+'.join(map(str, sizes))}"
     if all(cache.keeps_heads_apart() for cache in found):
         return Layout(kernel, blocks, groups, tuple(cache.in_heads() for cache in found), heads)
     return Layout(kernel, blocks, groups, tuple(cache.whole() for cache in found), min(heads, shard.ranks))
@@ -127,10 +137,26 @@ def describe(caches: Mapping[str, Any], layers: Mapping[str, Any], kv_cache_conf
 def storages(caches: Mapping[str, Any], accelerator: Accelerator) -> list[Memory]:
     """The memory behind ``caches``, each storage once: vLLM may keep all layers in one allocation."""
     found: dict[int, Memory] = {}
-    for tensor in caches.values():
+    for tensor in (each for cache in caches.values() for each in _tensors(cache)):
         storage = tensor.untyped_storage()
-        found.setdefault(storage.data_ptr(), accelerator.describe(storage.data_ptr(), storage.nbytes()))
+        if storage.data_ptr() not in found:
+            found[storage.data_ptr()] = accelerator.describe(storage.data_ptr(), storage.nbytes())
     return list(found.values())
+
+
+def device_of(caches: Mapping[str, Any]) -> Any:
+    """Torch's device that they are on."""
+    return _tensors(next(iter(caches.values())))[0].device
+
+
+def _tensors(cache: Any) -> Sequence[Any]:
+    """Most have one for each layer; vllm-neuron's models in PyTorch have one for K and one for V."""
+    return cache if isinstance(cache, list | tuple) else (cache,)
+
+
+def _shows_packing(cache: Any) -> bool:
+    """Whether K is vllm-neuron's of two tokens in turns: (blocks, heads, tokens / 2, content, 2)."""
+    return isinstance(cache, list | tuple) and cache[0].ndim == 5
 
 
 def _listed(caches: Mapping[str, Any], kv_cache_config: Any, shard: Shard) -> Iterator[_Cache]:
@@ -141,17 +167,18 @@ def _listed(caches: Mapping[str, Any], kv_cache_config: Any, shard: Shard) -> It
         for index, group in enumerate(kv_cache_config.kv_cache_groups)
         for layer, spec in layer_specs(group).items()
     }
-    addresses = {tensor.data_ptr() for layer, tensor in caches.items() if layer in specs}
+    addresses = {_tensors(cache)[0].data_ptr() for layer, cache in caches.items() if layer in specs}
     listed: set[tuple[int, int]] = set()
     for layer, tensor in caches.items():
+        address = _tensors(tensor)[0].data_ptr()
         if layer not in specs:
-            if tensor.data_ptr() not in addresses:
+            if address not in addresses:
                 raise LayoutError(f"vLLM says nothing of {layer}'s cache, so there is no telling what it holds")
             continue
         group, spec = specs[layer]
-        if (group, tensor.data_ptr()) in listed:
+        if (group, address) in listed:
             continue
-        listed.add((group, tensor.data_ptr()))
+        listed.add((group, address))
         for part, where in _parts(tensor, spec, blocks):
             ratio, rest = divmod(where.shape[0], blocks)
             if rest or not ratio:
@@ -160,8 +187,8 @@ def _listed(caches: Mapping[str, Any], kv_cache_config: Any, shard: Shard) -> It
                 )
             heads = LATENT if part == "latent" else shard
             known = where.ndim == 4 and where.shape[1] == heads.heads == spec.num_kv_heads
-            if part in ("k", "v"):  # Some backends have tokens before heads here, so they must be told by number.
-                known &= heads.heads != where.shape[2]
+            if part in ("k", "v") and not on_neuron(where):
+                known &= heads.heads != where.shape[2]  # Some backends have tokens before heads: told by number.
             yield _Cache(layer, part, group, where, ratio, heads, known)
 
 
@@ -169,6 +196,9 @@ def _parts(tensor: Any, spec: Any, blocks: int) -> list[tuple[Part, Any]]:
     """The tensors of a layer's parts, each with blocks as its first dimension."""
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
+    if isinstance(tensor, list | tuple):
+        keys, values = tensor
+        return [("k", keys.view(values.shape) if _shows_packing(tensor) else keys), ("v", values)]
     if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
         return [("latent", tensor.unsqueeze(1) if tensor.ndim == 3 else tensor)]
     if tensor.ndim == 5 and tensor.shape[0] == 2 and tensor.shape[1] % blocks == 0:

@@ -43,6 +43,11 @@ class StepView:
     """After a preemption. The V2 model runner shows these among ``new``."""
     preempted: frozenset[str]
     """Their blocks are vLLM's again, and are overwritten in this step at the earliest."""
+    others: tuple[Scheduled, ...] | None = None
+    """Everybody else's requests in this step, where a new one of ours has prefix hits; ``None`` if their tables can't
+    be told, or nobody needs to know."""
+    empty: bool = False
+    """Whether nothing is computed in this step."""
 
     @property
     def scheduled(self) -> tuple[Scheduled, ...]:
@@ -78,7 +83,26 @@ def step_view(output: Any, wanted: Container[str]) -> StepView:
         )
         (resumed if is_resumed else running).append(scheduled)
     preempted = frozenset(request for request in output.preempted_req_ids or () if request in wanted)
-    return StepView(new, tuple(running), tuple(resumed), preempted)
+    others = _others(output, wanted) if any(scheduled.computed for scheduled in new) else None
+    return StepView(new, tuple(running), tuple(resumed), preempted, others, empty=not counts)
+
+
+def _others(output: Any, wanted: Container[str]) -> tuple[Scheduled, ...] | None:
+    counts, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+    found = [
+        Scheduled(data.req_id, data.num_computed_tokens, counts[data.req_id], tables(data.block_ids), whole=True)
+        for data in output.scheduled_new_reqs
+        if data.req_id not in wanted
+    ]
+    state = getattr(output, "kv_connector_block_state", None)
+    for request, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        if request in wanted:
+            continue
+        whole = state.get_block_ids(request) if state is not None else None
+        if whole is None:
+            return None
+        found.append(Scheduled(request, computed, counts[request], tables(whole), whole=True))
+    return tuple(found)
 
 
 def tables(blocks: Sequence[Sequence[int]]) -> Blocks:
@@ -116,6 +140,16 @@ def traceparent(request: Any) -> str:
             plausible = isinstance(value, str) and len(value) <= MAX_TRACEPARENT and value.isprintable()
             return value if plausible else ""
     return ""
+
+
+def packs_keys(vllm_config: Any) -> bool:
+    """Whether vllm-neuron keeps K of two tokens in turns, to be loaded faster. Nothing in the cache's shape shows it.
+
+    ``_kv_cache_is_fp8_packed`` of its ``neuron_model_runner.py`` (0.24): asked for, and a K of type float8_e4m3fn.
+    """
+    neuron = (getattr(vllm_config, "additional_config", None) or {}).get("neuron_config") or {}
+    kept = str(vllm_config.cache_config.cache_dtype)
+    return bool(neuron.get("fp8_packed_kv")) and ("fp8" in kept or "float8" in kept) and "e5m2" not in kept
 
 
 def reports_requests() -> bool:

@@ -9,6 +9,7 @@ parallelism; that whole name is what peers see), ``kv_load_failure_policy: recom
 from __future__ import annotations
 
 import secrets
+from contextlib import ExitStack
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
@@ -16,21 +17,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from neuron_pushkv import config
 from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.connector import caches, compat
+from neuron_pushkv.connector.contiguity import Contiguity
 from neuron_pushkv.connector.fingerprint import fingerprint
 from neuron_pushkv.connector.groups import block_bytes, groups_of
-from neuron_pushkv.connector.metadata import PushKVMetadata
+from neuron_pushkv.connector.memory import SlabContext
+from neuron_pushkv.connector.metadata import PushKVMetadata, StepNumber
 from neuron_pushkv.connector.parameters import AllowedHosts
 from neuron_pushkv.connector.parking import Parking
 from neuron_pushkv.connector.plugin import follow_vllm_log
+from neuron_pushkv.connector.ranks import position
 from neuron_pushkv.connector.scheduler import SchedulerSide
 from neuron_pushkv.connector.stats import PushKVMetrics, PushKVStats
 from neuron_pushkv.connector.worker import WorkerSide
 from neuron_pushkv.device import accelerator_for
+from neuron_pushkv.device.base import Accelerator, HearsOutputs
 from neuron_pushkv.directory import Directory
+from neuron_pushkv.doctor import starting
 from neuron_pushkv.engine import PushEngine
 from neuron_pushkv.errors import ConfigError
 from neuron_pushkv.transport.choosing import open_transport
-from neuron_pushkv.wire import Rank
 
 _WHERE = "kv_connector_extra_config"
 
@@ -55,7 +60,9 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._port = self._settings.port + parallel.data_parallel_index
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._memory: SlabContext | None = None
         self._directory: Directory | None = None
+        self._accelerator: Accelerator | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._start_scheduler(transfer.engine_id, parallel, kv_cache_config)
 
@@ -79,28 +86,38 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
             },
             parking=Parking(self._directory, limit=limit, block_bytes=size),
             fail_refused=self._kv_transfer_config.kv_load_failure_policy == "fail",
+            contiguity=Contiguity(settings.block_order),
             by_step=settings.push_granularity != "request",
         )
 
     # Worker process.
 
+    def get_mem_pool_context(self) -> SlabContext | None:
+        """Where vLLM allocates its KV cache. On other devices than the CPU that is for torch's allocator to say."""
+        if self._vllm_config.device_config.device_type != "cpu":
+            return None
+        self._memory = SlabContext(accelerator_for("cpu", -1))
+        return self._memory
+
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """The cache is allocated: register its memory with the network and listen for peers."""
-        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-
-        parallel = self._vllm_config.parallel_config
-        rank = Rank(parallel.data_parallel_index, get_pp_group().rank_in_group, get_tp_group().rank_in_group)
+        place = position(self._vllm_config)
+        rank = place.rank
         heads = self._vllm_config.model_config.get_total_num_kv_heads()
         layout = caches.describe(
             kv_caches,
             self._vllm_config.compilation_config.static_forward_context,
             self._kv_cache_config,
-            caches.Shard(rank.tp, parallel.tensor_parallel_size, heads),
+            caches.Shard(rank.tp, place.tp_size, heads),
+            packs_keys=compat.packs_keys(self._vllm_config),
         )
-        accelerator = accelerator_for(next(iter(kv_caches.values())).device.type)
+        device = caches.device_of(kv_caches)
+        self._accelerator = accelerator = accelerator_for(device.type, -1 if device.index is None else device.index)
         settings = self._settings
+        starting.before_opening(settings, accelerator)
         memory = caches.storages(kv_caches, accelerator)
         transport = open_transport(settings, accelerator, memory)
+        starting.after_opening(settings, transport, accelerator)
         engine = PushEngine(
             settings=settings,
             engine_id=self._kv_transfer_config.engine_id,
@@ -112,10 +129,17 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
             transport=transport,
             accelerator=accelerator,
             directory=(settings.host, self._port),
-            sizes=(parallel.pipeline_parallel_size, parallel.tensor_parallel_size),
+            sizes=(place.pp_size, place.tp_size),
         )
         about = {"provider": transport.provider, "library": transport.library}
-        self._worker = WorkerSide(engine, leads=(rank.pp, rank.tp) == (0, 0), about=about)
+        slabs = self._memory.bytes_of(memory) if self._memory is not None else 0
+        self._worker = WorkerSide(
+            engine,
+            leads=(rank.pp, rank.tp) == (0, 0),
+            about=about,
+            listener=accelerator if isinstance(accelerator, HearsOutputs) else None,
+            measured={"slab_bytes": {str(rank): slabs}},
+        )
 
     def handle_preemptions(self, kv_connector_metadata: PushKVMetadata) -> None:
         """The first hook of a step, before any block is overwritten."""
@@ -140,6 +164,10 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """The forward pass has been launched."""
         self._at_work().advance(self._get_connector_metadata())
+
+    def build_connector_worker_meta(self) -> StepNumber | None:
+        """Comes back to the scheduler process with the step's outputs."""
+        return self._at_work().number(self._get_connector_metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Loads that have ended (vLLM 0.30 and later)."""
@@ -195,7 +223,9 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What all workers have reported."""
-        self._deciding().update_connector_output(connector_output.finished_recving or ())
+        number = connector_output.kv_connector_worker_meta
+        ended = number.step if isinstance(number, StepNumber) else 0
+        self._deciding().update_connector_output(connector_output.finished_recving or (), ended)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The same, where vLLM has turned off hybrid KV caches and there is one group."""
@@ -223,11 +253,11 @@ class PushKVConnector(KVConnectorBase_V1, SupportsHMA):
     # Either.
 
     def shutdown(self) -> None:
-        """End all transfers and connections."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._directory is not None:
-            self._directory.close()
+        """End all transfers and connections, then what they used."""
+        with ExitStack() as closing:
+            for part in (self._directory, self._accelerator, self._worker):
+                if part is not None:
+                    closing.callback(part.close)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from neuron_pushkv.errors import LayoutError
@@ -13,9 +13,19 @@ cache of four dimensions (blocks, heads, tokens, K and V in one row; with MLA a 
 ``v1/attention/backends``."""
 
 
-def keep_rows(names: Iterable[str], layers: Mapping[str, Any]) -> bool:
-    """Whether all layers of these names are served by kernels that do."""
-    return all(_backend(name, layers) in _KEEP_ROWS for name in names)
+_NEURON = "neuron"
+"""Torch's device type. vllm-neuron compiles its models as a whole, and vLLM knows no attention layers of theirs. Their
+caches have dimensions in the order heads, tokens, content, and keep rows (``neuron_model_runner.py``, 0.24)."""
+
+
+def on_neuron(tensor: Any) -> bool:
+    """Whether vllm-neuron writes it."""
+    return bool(tensor.device.type == _NEURON)
+
+
+def keep_rows(caches: Mapping[str, Any], layers: Mapping[str, Any]) -> bool:
+    """Whether all of ``caches`` (layer name -> tensor) are written by kernels that do."""
+    return all(on_neuron(tensor) or _backend(name, layers) in _KEEP_ROWS for name, tensor in caches.items())
 
 
 def kernel_name(caches: Mapping[str, Any], layers: Mapping[str, Any]) -> str:
@@ -35,8 +45,10 @@ def _backend(name: str, layers: Mapping[str, Any]) -> str:
 
 
 def _kernel(name: str, tensor: Any, layers: Mapping[str, Any]) -> str:
-    backend, layer = _backend(name, layers), layers[name]
     element = str(tensor.dtype).removeprefix("torch.")
+    if on_neuron(tensor):
+        return f"NEURON/{element}"
+    backend, layer = _backend(name, layers), layers[name]
     if tensor.device.type != "cpu":
         return f"{backend}/{element}"
     import torch

@@ -12,15 +12,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from neuron_pushkv.connector import compat
+from neuron_pushkv.connector.contiguity import Contiguity
 from neuron_pushkv.connector.guard import guarded
 from neuron_pushkv.connector.metadata import PushKVMetadata
 from neuron_pushkv.connector.parameters import AllowedHosts, BadParameters, DecodeLeg, Leg, parse
 from neuron_pushkv.connector.parking import Parking
 from neuron_pushkv.connector.receiving import Receiving, Wanted
-from neuron_pushkv.connector.sending import Sending
+from neuron_pushkv.connector.sending import Sending, Step
 from neuron_pushkv.errors import Reason
 from neuron_pushkv.layout import Group
-from neuron_pushkv.orders import Blocks, Ready, Release, StepOrders
+from neuron_pushkv.orders import Blocks, Release, StepOrders
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class SchedulerSide:
         coordinates: Mapping[str, Any],
         parking: Parking,
         fail_refused: bool,
+        contiguity: Contiguity,
         by_step: bool = True,
     ) -> None:
         self._model = model
@@ -67,12 +69,15 @@ class SchedulerSide:
             by_step=by_step,
         )
         self._receiving = Receiving(groups)
+        self._block_size = groups[0].block_size
+        self._contiguity = contiguity
         self._releases: list[Release] = []
         self._pool: Any = None
         self._gauges: dict[str, int] = {}
         self._counters: Counter[str] = Counter()
         self._untried: Counter[str] = Counter()
         self._step = 0
+        self._ended = 0
 
     def count(self, event: str) -> None:
         """Count an event; the workers report it with their own."""
@@ -82,6 +87,7 @@ class SchedulerSide:
         """vLLM's block pool."""
         self._pool = pool
         self._sending.bind_pool(pool)
+        self._contiguity.bind(pool)
 
     # Hooks, in the order of a request's life.
 
@@ -115,6 +121,7 @@ class SchedulerSide:
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
         """How many tokens will be pushed to us: the rest of the prompt, once per request."""
         self._free()
+        self._contiguity.begin(-(-(request.num_prompt_tokens - computed) // self._block_size))
         if not self._receiving.wants(request.request_id):
             return NOTHING
         missing = self._receiving.end(request.num_prompt_tokens) - computed
@@ -123,6 +130,7 @@ class SchedulerSide:
     @guarded(lambda self, request, blocks, external: self._give_up(request, blocks, external))
     def update_state_after_alloc(self, request: Any, blocks: Any, external: int) -> None:
         """vLLM has allocated the prompt's blocks, and waits for ``external`` tokens if there are any."""
+        self._contiguity.begun()
         if not self._receiving.wants(request.request_id):
             return  # Not one of ours, or the second call, after its load.
         if external == 0:
@@ -137,7 +145,7 @@ class SchedulerSide:
     def build_connector_meta(self, output: Any) -> PushKVMetadata:
         """All orders of the step that ``output`` describes."""
         self._free()
-        preempted, ready = self._read_step(output)
+        step, empty = self._read_step(output)
         offers, finishes = self._sending.take()
         evicted = self._parking.evict()
         receiving = self._receiving.take()
@@ -148,7 +156,7 @@ class SchedulerSide:
         untried, self._untried = dict(self._untried), Counter()
         self._step += 1
         orders = StepOrders(
-            preempted=preempted,
+            preempted=step.preempted,
             withdrawn=receiving.withdrawn,
             finished=finishes,
             evicted=evicted,
@@ -156,14 +164,18 @@ class SchedulerSide:
             releases=releases,
             intents=receiving.intents,
             receives=receiving.receives,
-            ready=ready,
+            cached=step.cached,
+            ready=step.ready,
             counters=counters,
         )
-        return PushKVMetadata(self._step, orders, receiving.refused, untried, self._measure())
+        return PushKVMetadata(
+            self._step, orders, receiving.refused, untried, self._measure(), ended=self._ended, empty=empty
+        )
 
-    @guarded(lambda self, finished_receiving: None)
-    def update_connector_output(self, finished_receiving: Sequence[str]) -> None:
-        """All workers have reported these loads."""
+    @guarded(lambda self, finished_receiving, ended=0: None)
+    def update_connector_output(self, finished_receiving: Sequence[str], ended: int = 0) -> None:
+        """All workers have reported these loads, and vLLM has their outputs of step ``ended`` (0: nobody asks)."""
+        self._ended = max(self._ended, ended)
         self._free()
         self._receiving.reported(finished_receiving)
 
@@ -183,9 +195,12 @@ class SchedulerSide:
         if self._pool is not None:
             self._parking.free(self._pool)
 
-    @guarded(lambda self, output: self._sending.blind_step())
-    def _read_step(self, output: Any) -> tuple[tuple[str, ...], tuple[Ready, ...]]:
-        return self._sending.step(compat.step_view(output, self._sending))
+    @guarded(lambda self, output: (self._sending.blind_step(), False))
+    def _read_step(self, output: Any) -> tuple[Step, bool]:
+        view = compat.step_view(output, self._sending)
+        step = self._sending.step(view)
+        self._contiguity.grow(self._sending.growing())
+        return step, view.empty
 
     def _parse(self, request: Any) -> Leg | None:
         return parse(request.kv_transfer_params, self._hosts, self._tp_size, self._pp_size)

@@ -6,11 +6,12 @@ sharing its blocks, and an engine that keeps KV may sleep.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from neuron_pushkv.connector.compat import NULL_BLOCK, Scheduled, StepView
+from neuron_pushkv.connector.contiguity import Growing
 from neuron_pushkv.connector.parameters import PrefillLeg
 from neuron_pushkv.connector.parking import Parking
 from neuron_pushkv.content import Content
@@ -35,6 +36,18 @@ class _Offered:
     windows: list[Any] = field(default_factory=list)
     """Blocks that hold the last window of a sealed prompt, with a reference of ours: vLLM drops its own, without a
     word, as soon as the window has moved on."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step takes from us (requests that were preempted), and what it adds to the others' :class:`Ready`.
+
+    ``cached``: filled by earlier steps, and here when this one begins; ``ready``: with this one.
+    """
+
+    preempted: tuple[str, ...]
+    cached: tuple[Ready, ...]
+    ready: tuple[Ready, ...]
 
 
 class Sending:
@@ -70,8 +83,8 @@ class Sending:
         self._offers.append(Offer(request, leg.transfer, content, leg.deliveries, traceparent))
         return True
 
-    def step(self, view: StepView) -> tuple[tuple[str, ...], tuple[Ready, ...]]:
-        """What this step takes from us (requests that were preempted) and what it adds to the others."""
+    def step(self, view: StepView) -> Step:
+        """Read one of vLLM's steps."""
         preempted = {request for request in view.preempted if request in self._offered}
         # 0.24 names only what its scheduler preempts, not what a reset of the prefix cache does; but it comes back.
         comeback = {scheduled.request for scheduled in (*view.new, *view.resumed)}
@@ -80,7 +93,8 @@ class Sending:
             offered = self._offered[request]
             offered.running = False
             self._unseal(offered)
-        ready = []
+        filling = self._filling(view)
+        cached, ready = [], []
         for scheduled in view.scheduled:
             offered = self._offered[scheduled.request]
             offered.running = True
@@ -89,20 +103,33 @@ class Sending:
             _extend(offered, scheduled)
             if not offered.known:
                 continue
+            if filling is not None and scheduled in view.new:
+                hits = self._hits(scheduled, filling)
+                if hits:
+                    cached.append(Ready(scheduled.request, hits, self._filled(scheduled.request, hits, offered)))
             tokens = min(scheduled.computed + scheduled.scheduled, offered.tokens)
             whole = tokens == offered.tokens
             if whole:
                 self._seal(scheduled.request, offered)
             if whole or self._by_step:
                 ready.append(Ready(scheduled.request, tokens, self._filled(scheduled.request, tokens, offered)))
-        return tuple(sorted(preempted)), tuple(ready)
+        return Step(tuple(sorted(preempted)), tuple(cached), tuple(ready))
 
-    def blind_step(self) -> tuple[tuple[str, ...], tuple[Ready, ...]]:
+    def blind_step(self) -> Step:
         """A step that could not be read: anything may have been preempted, so nothing may be read any more."""
         for offered in self._offered.values():
             offered.known = False
             self._unseal(offered)
-        return tuple(self._offered), ()
+        return Step(tuple(self._offered), (), ())
+
+    def growing(self) -> Iterator[Growing]:
+        """Prompts of which a part is computed."""
+        for offered in self._offered.values():
+            if offered.running and offered.known and not offered.sealed:
+                for group, table in zip(self._groups, offered.tables, strict=True):
+                    more = group.blocks_for(0, offered.tokens) - len(table)
+                    if table and more > 0:
+                        yield Growing(table[-1], more)
 
     def finished(self, request: str, tables: Blocks) -> dict[str, Any] | None:
         """vLLM is about to free the request's blocks. If they hold its prompt: keep them, and answer the parameters
@@ -164,6 +191,30 @@ class Sending:
         blocks, offered.windows, offered.sealed = offered.windows, [], False
         if blocks:
             self._pool.free_blocks(reversed(blocks))
+
+    def _filling(self, view: StepView) -> frozenset[int] | None:
+        """Blocks that are written to in this step. ``None`` if that can't be told, or nobody needs to know."""
+        if view.others is None or not self._by_step or not all(scheduled.whole for scheduled in view.scheduled):
+            return None
+        return frozenset(
+            block
+            for scheduled in (*view.scheduled, *view.others)
+            for group, table in zip(self._groups, scheduled.blocks, strict=True)
+            for block in table[scheduled.computed // group.block_size :]
+        )
+
+    def _hits(self, scheduled: Scheduled, filling: frozenset[int]) -> int:
+        """How many of the prompt's first tokens were computed before this step.
+
+        Not all of its prefix hits: vLLM counts blocks as computed that another request fills in this very step.
+        """
+        tokens = scheduled.computed
+        for group, table in zip(self._groups, scheduled.blocks, strict=True):
+            if not group.window:
+                blocks = table[: group.blocks_for(0, tokens)]
+                old = next((place for place, block in enumerate(blocks) if block in filling), len(blocks))
+                tokens = min(tokens, old * group.block_size)
+        return tokens
 
     def _filled(self, request: str, tokens: int, offered: _Offered) -> Blocks:
         """The blocks that hold the prompt's first ``tokens``, as :class:`Ready` has them."""

@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from neuron_pushkv.telemetry import GAUGES
+from neuron_pushkv.telemetry import FRACTIONS, GAUGES
 
 _COUNTS = ("transfers", "bytes", "writes", "tokens", "refusals", "events")
 _TIMES = ("phases", "durations")
@@ -140,7 +140,8 @@ class PushKVMetrics(KVConnectorPromMetrics):
             # A rank that has nothing new to tell isn't in this interval, and still has what it had.
             ranks = self._measured.setdefault((engine_idx, name), {})
             ranks.update(values)
-            self._gauges[name].labels(*engine).set(sum(ranks.values()))
+            value = sum(ranks.values()) / (len(ranks) if name in FRACTIONS else 1)
+            self._gauges[name].labels(*engine).set(value)
         if transfer_stats_data.get("provider"):
             about = [transfer_stats_data.get(name, "") for name in _ABOUT]
             self._info.labels(*engine, *about).set(1)

@@ -8,13 +8,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from neuron_pushkv.connector.metadata import PushKVMetadata
+from neuron_pushkv.connector.metadata import PushKVMetadata, StepNumber
+from neuron_pushkv.device.base import HearsOutputs
 from neuron_pushkv.orders import Blocks, Ready, StepOrders
 
 logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 0.003
+"""How long a step that computes nothing waits for a load to end. vLLM takes such steps without pause (a millisecond of
+sleep between two) as long as it waits for KV, and takes the processor from those who bring it. Nothing that comes in
+meanwhile is seen before."""
 
 
 class Results(Protocol):
@@ -44,8 +50,8 @@ class Engine(Protocol):
     def end_step(self) -> None:
         """Nothing more of this step follows."""
 
-    def take_results(self) -> Results:
-        """Each load once."""
+    def take_results(self, patience: float = 0.0) -> Results:
+        """Each load once; waits so many seconds until there is any."""
 
     def take_stats(self) -> dict[str, Any]:
         """What has happened since the last call."""
@@ -57,14 +63,26 @@ class Engine(Protocol):
 class WorkerSide:
     """See the module's text. ``leads``: this rank speaks for the engine where each rank would count the same event.
 
-    ``about`` names the effective provider and library for the metrics.
+    ``about`` names the effective provider and library for the metrics, ``measured`` maps gauges to what they are for
+    good on each rank that is known here. ``listener``, if there is one, is told of the steps whose outputs vLLM has.
     """
 
-    def __init__(self, engine: Engine, *, leads: bool, about: dict[str, str]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        leads: bool,
+        about: dict[str, str],
+        measured: Mapping[str, Mapping[str, float]] | None = None,
+        listener: HearsOutputs | None = None,
+    ) -> None:
         self._engine = engine
+        self._listener = listener
         self._leads = leads
         self._about = about
+        self._measured = measured or {}
         self._step = 0
+        self._empty = False
         self._open: dict[str, Blocks] = {}
         self._announced: set[str] = set()
         self._refused: set[str] = set()
@@ -78,6 +96,9 @@ class WorkerSide:
         if metadata.step == self._step:
             return
         self._step = metadata.step
+        self._empty = metadata.empty
+        if self._listener is not None:
+            self._listener.begin_step(metadata.step, metadata.ended)
         orders = metadata.orders
         # A load that this rank has reported is none of the engine's any more; an intent alone is never reported.
         withdrawn = tuple(name for name in orders.withdrawn if name in self._open or name in self._announced)
@@ -101,13 +122,19 @@ class WorkerSide:
         if metadata.orders.ready:
             self._engine.advance_layer(layer, metadata.orders.ready)
 
+    def number(self, metadata: PushKVMetadata) -> StepNumber | None:
+        """To come back with the step's outputs, if anybody here waits for them."""
+        waits = self._listener is not None and metadata.orders.ready
+        return StepNumber(metadata.step) if waits else None
+
     def end(self) -> None:
         """The step is over."""
         self._engine.end_step()
 
     def take_results(self) -> tuple[set[str], set[str]]:
         """Loads that have ended, and which of them failed. The failed ones' blocks are kept for :meth:`bad_blocks`."""
-        results = self._engine.take_results()
+        waits = self._empty and bool(self._open) and not self._refused
+        results = self._engine.take_results(PATIENCE_SECONDS if waits else 0.0)
         ended = self._ordered(results.finished) | self._refused
         failed = {request for request in ended if request in results.failed or request in self._refused}
         self._refused.clear()
@@ -123,17 +150,18 @@ class WorkerSide:
         return taken
 
     def take_stats(self) -> dict[str, Any]:
-        """What has happened since the last call; the first one says which provider is in effect."""
+        """What has happened since the last call; the first one says which provider is in effect, and the like."""
         stats = {**self._about, **self._engine.take_stats()}
         self._about = {}
         for name, ours in (("events", self._events), ("transfers", self._untried)):
             if ours:
                 stats[name] = dict(Counter(stats.get(name, {})) + ours)
                 ours.clear()
-        if self._gauges:
-            whole = {name: {"engine": value} for name, value in self._gauges.items()}
-            stats["gauges"] = {**stats.get("gauges", {}), **whole}
+        gauges = {**self._measured, **{name: {"engine": value} for name, value in self._gauges.items()}}
+        if gauges:
+            stats["gauges"] = {**stats.get("gauges", {}), **gauges}
             self._gauges.clear()
+            self._measured = {}
         return stats
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from neuron_pushkv.errors import HandshakeRefused, LayoutError, Reason, Transpor
 from neuron_pushkv.layout import Layout
 from neuron_pushkv.ledger.inbound import Share
 from neuron_pushkv.ledger.registration import Receiver
+from neuron_pushkv.peers.handler import DOCTOR
 from neuron_pushkv.plan.mapping import check
 from neuron_pushkv.plan.packing import PackedPlan, choose
 from neuron_pushkv.plan.pair import PairPlan
@@ -74,6 +75,8 @@ class Links:
 
     def identity(self, role: str) -> tuple[Identity, Peer | None]:
         """What we say of ourselves. For a worker: with an endpoint of its own, so that it alone can be fenced."""
+        if role == DOCTOR:
+            return self._identity, None
         if role != "worker":
             return msgspec.structs.replace(self._identity, layout=None), None
         peer = self._transport.open_peer()
@@ -85,7 +88,7 @@ class Links:
     def check(self, role: str, theirs: Identity) -> None:
         """Refuse, naming both values, a worker whose KV can't be exchanged with ours."""
         ours = self._identity
-        if role in ("rank", "lookup"):
+        if role in ("rank", "lookup", DOCTOR):
             return
         if role != "worker":
             raise HandshakeRefused(Reason.REFUSED, f"a worker accepts workers, not '{role}'")

@@ -35,22 +35,34 @@ static int ask_from_outside(pk_core *core, pk_request *request)
     return code;
 }
 
-int pk_register(pk_core *core, uint64_t address, uint64_t length, int interface, int device, uint64_t *id,
-                uint64_t *description_size, pk_failure *failure)
+static const char *bad_memory(const pk_core *core, uint64_t address, uint64_t length, uint32_t shift, bool dmabufs)
 {
-    pk_memory *memory = calloc(1, sizeof *memory);
+    if (!length || address + length < address || length > INT64_MAX)
+        return "memory of no bytes, or beyond 64 bits";
+    if (shift > PK_WHOLE || (length - 1) >> shift >= PK_MOST_PARTS)
+        return "memory in too many parts";
+    if (dmabufs && !core->facts.takes_dmabufs)
+        return "this provider takes no descriptors of memory";
+    return NULL;
+}
+
+int pk_register(pk_core *core, uint64_t address, uint64_t length, int interface, int device, uint32_t shift,
+                const pk_dmabuf *dmabufs, uint64_t *id, uint64_t *description_size, pk_failure *failure)
+{
+    const char *problem = bad_memory(core, address, length, shift, dmabufs != NULL);
+    pk_memory *memory = problem ? NULL : calloc(1, sizeof *memory);
     pk_request request = {.kind = PK_DO_REGISTER, .failure = failure, .memory = memory};
 
+    if (problem)
+        return pk_fail(NULL, failure, PK_BAD_ARGUMENT, problem, 0);
     if (!memory)
         return pk_fail(NULL, failure, PK_OUT_OF_MEMORY, "no memory for a registration", 0);
-    if (!length || address + length < address || length > INT64_MAX) {
-        free(memory);
-        return pk_fail(NULL, failure, PK_BAD_ARGUMENT, "memory of no bytes, or beyond 64 bits", 0);
-    }
     memory->address = address;
     memory->length = length;
     memory->interface = interface;
     memory->device = device;
+    memory->shift = shift;
+    memory->dmabufs = dmabufs;
     int code = ask_from_outside(core, &request);
     if (code) {
         pk_memory_free(memory);

@@ -4,7 +4,9 @@ typedef struct pk_core pk_core;
 
 enum {
     PK_ADDRESS_ROOM = 512, /* bytes; no provider's endpoint has a longer address */
-    PK_MOST_RAILS = 32
+    PK_MOST_RAILS = 32,
+    PK_WHOLE = 63,       /* shift of memory that is registered in one part */
+    PK_MOST_PARTS = 1024 /* of one memory */
 };
 
 /* Why a call failed. */
@@ -14,6 +16,7 @@ enum pk_code {
     PK_NOT_LIBFABRIC,  /* a library, but not libfabric, or one without what we need */
     PK_TOO_OLD,
     PK_NO_PROVIDER,    /* not offered, or another came; text lists what is offered, separated by commas */
+    PK_NO_HMEM,        /* the provider is there, but not for memory of a device */
     PK_NO_NIC,         /* text lists the network cards that there are, separated by commas */
     PK_NO_CPU,         /* the progress thread can't run on that CPU */
     PK_FABRIC,         /* a libfabric call failed; text names it and the reason */
@@ -30,6 +33,7 @@ enum pk_code {
 
 typedef struct {
     int code;
+    int error;           /* the library's own number, negative, where it was that which failed; or 0 */
     uint32_t version;    /* of the library, from PK_TOO_OLD on */
     char library[1024];  /* path that it was loaded from, likewise */
     char text[512];
@@ -48,6 +52,7 @@ typedef struct {
     uint64_t stripe;          /* longer writes are split at this many bytes where there are several rails */
     uint64_t most_registered; /* refuse to register more bytes at once, as some drivers do; 0: don't */
     int cpu;                  /* for the progress thread; -1: any */
+    int interface;            /* FI_HMEM_* of the device whose memory will be registered besides the host's; 0: none */
     int flush;                /* whether the device must be read from before it sees what was written to it */
 } pk_options;
 
@@ -63,7 +68,8 @@ typedef struct {
     uint64_t max_message;  /* bytes per write */
     uint64_t key_size;     /* bytes */
     uint32_t tx_depth;
-    int waits;  /* whether the completion queue has a file descriptor to wait on */
+    int takes_dmabufs;  /* whether memory of the device can be registered by descriptors */
+    int waits;          /* whether the completion queue has a file descriptor to wait on */
 } pk_facts;
 
 /* Where a peer finds one of our endpoints: there is one per rail. */
@@ -73,6 +79,12 @@ typedef struct {
     uint64_t key;  /* which is how the way there is made ready before it is needed */
     uint8_t address[PK_ADDRESS_ROOM];
 } pk_contact;
+
+/* Memory as a file descriptor that a card's driver can map; offset: where in it the memory begins, in bytes. */
+typedef struct {
+    int fd;
+    uint64_t offset;
+} pk_dmabuf;
 
 typedef struct {
     uint64_t memory;  /* handle from pk_register */
@@ -142,9 +154,11 @@ void pk_get_counters(pk_core *core, pk_counters *counters);
 /* Bytes of completed writes by rail. */
 void pk_get_rail_bytes(pk_core *core, uint64_t *bytes);
 
-/* What a peer has to know of the memory is description_size bytes, which pk_describe stores. */
-int pk_register(pk_core *core, uint64_t address, uint64_t length, int interface, int device, uint64_t *memory,
-                uint64_t *description_size, pk_failure *failure);
+/* In parts of 1 << shift bytes, the last one shorter; PK_WHOLE makes it one. dmabufs: NULL, or one for each part on each
+ * rail, rail by rail, all different; they stay the caller's, who may close them when this returns. What a peer has to
+ * know of the memory is description_size bytes, which pk_describe stores. */
+int pk_register(pk_core *core, uint64_t address, uint64_t length, int interface, int device, uint32_t shift,
+                const pk_dmabuf *dmabufs, uint64_t *memory, uint64_t *description_size, pk_failure *failure);
 int pk_describe(pk_core *core, uint64_t memory, uint8_t *description, pk_failure *failure);
 int pk_deregister(pk_core *core, uint64_t memory, pk_failure *failure);
 

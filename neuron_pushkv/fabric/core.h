@@ -27,7 +27,6 @@
 #define PK_EPOCHS (1u << 12)
 #define PK_EPOCH_BITS 12
 #define PK_COMPLETIONS 8192 /* room in a completion queue */
-#define PK_MOST_PARTS 1024  /* of one memory */
 
 /* Needs the lock. NULL, with the failure told, unless the peer may be used. */
 pk_peer *pk_usable_peer(pk_core *core, uint64_t id, pk_failure *failure);

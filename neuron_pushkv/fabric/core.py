@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from neuron_pushkv.device.base import Dmabuf, Memory, MemoryKind
 from neuron_pushkv.errors import RegistrationError, TransportError
-from neuron_pushkv.fabric.opening import Options, native, open_core, text_of, version_text
+from neuron_pushkv.fabric.opening import INTERFACES, Options, native, open_core, text_of, version_text
 
 POLL_ROOM = 64
-
-SYSTEM_MEMORY = 0
-"""FI_HMEM_SYSTEM"""
+WHOLE = 63
+"""As a shift: memory that is registered in one part."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Facts:
     max_message: int
     key_size: int
     tx_depth: int
+    takes_dmabufs: bool
+    """Whether memory of a device can be registered by descriptors."""
     waits: bool
 
 
@@ -90,6 +92,8 @@ class Core:
         # gets to run, so a fence at the sender could not protect memory that is used again. Read once, by the first use
         # of libfabric in a process, whichever provider that is for.
         os.environ["FI_SHM_DISABLE_CMA"] = "1"
+        # And efa must not take shm for peers on the same machine: device memory would not be written, and said to be.
+        os.environ["FI_EFA_ENABLE_SHM_TRANSFER"] = "0"
         self._handle: Any = self.ffi.gc(open_core(module, provider, options), self._free)
         facts = self.ffi.new("pk_facts *")
         self.lib.pk_get_facts(self._handle, facts)
@@ -104,6 +108,7 @@ class Core:
             max_message=facts.max_message,
             key_size=facts.key_size,
             tx_depth=facts.tx_depth,
+            takes_dmabufs=bool(facts.takes_dmabufs),
             waits=bool(facts.waits),
         )
 
@@ -121,23 +126,38 @@ class Core:
             raise TransportError(self._text(failure.text))
 
     def register(
-        self, address: int, length: int, interface: int = SYSTEM_MEMORY, device: int = -1
+        self,
+        memory: Memory,
+        interface: int = INTERFACES[MemoryKind.HOST],
+        shift: int = WHOLE,
+        dmabufs: Sequence[Dmabuf] = (),
     ) -> tuple[int, bytes]:
-        """Returns a handle, and what a peer passes to :meth:`attach`. Raises :class:`RegistrationError`."""
+        """Returns a handle, and what a peer passes to :meth:`attach`. Raises :class:`RegistrationError`.
+
+        In parts of ``1 << shift`` bytes; by one of ``dmabufs`` for each of them on each rail, rail by rail, or else by
+        their addresses.
+        """
         ffi, lib = self.ffi, self.lib
-        memory, size = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        handle, size = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         failure = ffi.new("pk_failure *")
-        code = lib.pk_register(self._handle, address, length, interface, device, memory, size, failure)
+        descriptors = (
+            ffi.new("pk_dmabuf[]", [(dmabuf.fd, dmabuf.offset) for dmabuf in dmabufs]) if dmabufs else ffi.NULL
+        )
+        address, length, device = memory.address, memory.length, memory.ordinal
+        code = lib.pk_register(
+            self._handle, address, length, interface, device, shift, descriptors, handle, size, failure
+        )
         if code == lib.PK_CLOSED:
             raise TransportError(self._text(failure.text))
         if code != lib.PK_OK:
             raise RegistrationError(
                 f"{length} bytes at {address:#x} can't be registered with provider '{self.facts.provider}': "
-                f"{self._text(failure.text)}"
+                f"{self._text(failure.text)}",
+                failure.error,
             )
         description = ffi.new("uint8_t[]", size[0])
-        self._check(lib.pk_describe(self._handle, memory[0], description, failure), failure)
-        return memory[0], bytes(ffi.buffer(description))
+        self._check(lib.pk_describe(self._handle, handle[0], description, failure), failure)
+        return handle[0], bytes(ffi.buffer(description))
 
     def deregister(self, memory: int) -> None:
         """Raises :class:`TransportError`, also while a ticket reads it."""

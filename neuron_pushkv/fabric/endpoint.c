@@ -27,6 +27,39 @@ static int open_door(const pk_rail *rail, pk_endpoint *endpoint)
     return error;
 }
 
+static int set_option(struct fid_ep *ep, int name, const void *value, size_t size)
+{
+    return ep->ops->setopt(&ep->fid, FI_OPT_ENDPOINT, name, value, size);
+}
+
+/* What efa may not do to move data, while it can still be told: before the endpoint is enabled.
+ *
+ * Nothing through shared memory, whose writes a fence doesn't end, and which says of device memory that it was written
+ * when it was not. Libraries that don't know this option (before 1.21) have FI_EFA_ENABLE_SHM_TRANSFER, which is set too.
+ * Device memory from card to device only, and without calls of CUDA, which would wait for what its streams are at; the
+ * option is refused where there is no CUDA, and libraries that don't know it (before 1.18) make no such calls. */
+static int confine(const pk_rail *rail, struct fid_ep *ep, const char **what)
+{
+    const bool no = false;
+    const int required = FI_HMEM_P2P_REQUIRED;
+
+    *what = "fi_setopt of FI_OPT_SHARED_MEMORY_PERMITTED";
+    int error = set_option(ep, FI_OPT_SHARED_MEMORY_PERMITTED, &no, sizeof no);
+    if (error == -FI_ENOPROTOOPT)
+        error = 0;
+    if (!error && rail->interface != FI_HMEM_SYSTEM) {
+        *what = "fi_setopt of FI_OPT_FI_HMEM_P2P, which asks for direct access of the card to the device";
+        error = set_option(ep, FI_OPT_FI_HMEM_P2P, &required, sizeof required);
+    }
+    if (!error && rail->interface == FI_HMEM_CUDA) {
+        *what = "fi_setopt of FI_OPT_CUDA_API_PERMITTED";
+        error = set_option(ep, FI_OPT_CUDA_API_PERMITTED, &no, sizeof no);
+        if (error == -FI_ENOPROTOOPT)
+            error = 0;
+    }
+    return error;
+}
+
 static int open_one(pk_rail *rail, const pk_library *library, pk_endpoint *endpoint, pk_contact *contact,
                     pk_failure *failure)
 {
@@ -51,6 +84,8 @@ static int open_one(pk_rail *rail, const pk_library *library, pk_endpoint *endpo
             endpoint->ep = NULL;
     }
     struct fid_ep *ep = endpoint->ep;
+    if (!error && rail->over_efa)
+        error = confine(rail, ep, &what);
     if (!error) {
         what = "fi_ep_bind";
         error = ep->fid.ops->bind(&ep->fid, &endpoint->av->fid, 0);

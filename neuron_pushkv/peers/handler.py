@@ -18,6 +18,8 @@ LOOKUP = "lookup"
 """The role of a worker at another engine's directory."""
 ROUTER = "router"
 """The role of a router at a directory."""
+DOCTOR = "doctor"
+"""The role of ``pushkv doctor`` at a rank, which tells it what its KV cache is like, and at another doctor."""
 
 
 class Handler(Protocol):

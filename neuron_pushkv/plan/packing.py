@@ -16,6 +16,7 @@ from math import lcm
 import numpy as np
 from numpy.typing import NDArray
 
+from neuron_pushkv.blocks import Extent
 from neuron_pushkv.device.base import MemoryKind
 from neuron_pushkv.errors import LayoutError
 from neuron_pushkv.layout import Layout
@@ -24,7 +25,7 @@ from neuron_pushkv.plan.mapping import described
 from neuron_pushkv.plan.pair import Facts, Move, PairPlan, Places
 from neuron_pushkv.plan.pieces import Match, Numbers
 from neuron_pushkv.plan.shares import Heads
-from neuron_pushkv.plan.staging import Extent, Staging
+from neuron_pushkv.plan.staging import Staging
 from neuron_pushkv.transport.base import Product, Registration, Span, SpanTable, Table
 from neuron_pushkv.wire import RemoteRegion
 
@@ -55,7 +56,7 @@ class PackedPlan:
 
     def __init__(self, plan: PairPlan, staging: Staging) -> None:
         self._plan, self._staging = plan, staging
-        self.units = plan.units
+        self.units, self.theirs, self.heads = plan.units, plan.theirs, plan.heads
         self._cells: dict[tuple[int, int, str | None], list[Cell]] = {}
         groups = range(len(self.units))
         needed = max((plan.facts.bytes[group] * self._per_block(group) for group in groups), default=0)
@@ -104,7 +105,7 @@ class PackedPlan:
             return Packed([], None, rest)
         extent = self._staging.take(size)
         assert extent is not None
-        products, start = [], extent.offset
+        products, start = [], extent.first
         for some, units, places in parts:
             for cell in some:
                 products += self._pack(cell, units, places, start)
@@ -258,7 +259,7 @@ def choose(
         return plan
     elsewhere = {registration.memory.kind for registration in registrations} - {MemoryKind.HOST}
     if elsewhere:
-        why = f"KV in {'+'.join(sorted(elsewhere))} memory can't be packed"
+        why = f"KV in {'+'.join(sorted(elsewhere))} memory can't be packed unless bounce is set to always"
     else:
         memory = staging()
         packed = PackedPlan(plan, memory)

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import httpx
 
-from neuron_pushkv.config import RouterSettings
+from neuron_pushkv.config import RouterSettings, host_port
 from neuron_pushkv.errors import ConfigError, PushKVError
 from neuron_pushkv.wire import EngineStatus
 
@@ -115,17 +115,6 @@ class Directories:
 
 class DirectoryFailure(PushKVError):
     """A directory does not answer; ``str()`` names the engine."""
-
-
-def host_port(text: str, where: str) -> tuple[str, int]:
-    """Split ``host:port``; an IPv6 address stands in brackets. Raises :class:`ConfigError`."""
-    host, colon, port = text.rpartition(":")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not colon or not bare or (":" in bare and bare == host) or not (port.isascii() and port.isdigit()):
-        raise ConfigError(f"{where}: '{text}' is not host:port")
-    if not 0 < int(port) < 65536:
-        raise ConfigError(f"{where}: port {port} of '{text}' is not between 1 and 65535")
-    return bare, int(port)
 
 
 def _engines(leg: Leg, urls: tuple[str, ...], directories: tuple[str, ...]) -> tuple[Engine, ...]:

@@ -6,6 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+from neuron_pushkv.doctor import agreement
+from neuron_pushkv.doctor.findings import Finding, Level
 from neuron_pushkv.router.fleet import Directories, DirectoryFailure, Engine, Fleet
 from neuron_pushkv.router.upstream import Failure, Upstream
 from neuron_pushkv.wire import EngineStatus
@@ -18,12 +20,13 @@ class EngineReport:
     engine: Engine
     status: EngineStatus | None = None
     problems: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
         about = {"url": self.engine.url, "ready": not self.problems, "problems": self.problems}
         if self.status is not None:
-            names = ("engine_id", "provider", "library", "ranks", "kept_requests")
+            names = ("engine_id", "provider", "library", "release", "vllm", "ranks", "kept_requests")
             about |= {name: getattr(self.status, name) for name in names}
         return about
 
@@ -32,18 +35,20 @@ async def report(fleet: Fleet, directories: Directories, upstream: Upstream) -> 
     """Ask all engines at once, in bounded time. ``ready`` says whether all is well, ``problems`` what isn't.
 
     That two engines reach each other is judged by what both of them say: every worker listens, over the same libfabric
-    provider. Only a transfer proves more.
+    provider. Only a transfer proves more, as ``pushkv doctor`` does one, whose checks of these things are the same.
     """
     prefill, decode = await asyncio.gather(*(_ask(engine, directories, upstream) for engine in fleet.pick()))
-    problems = prefill.problems + decode.problems
-    if prefill.status and decode.status and prefill.status.provider != decode.status.provider:
-        problems.append(
-            f"{prefill.engine} uses provider {prefill.status.provider} and {decode.engine} {decode.status.provider}; "
-            "set the same one for both"
-        )
+    problems, findings = prefill.problems + decode.problems, prefill.findings + decode.findings
+    if prefill.status and decode.status:
+        ours, theirs = prefill.status, decode.status
+        between = [agreement.providers(str(prefill.engine), ours.provider, str(decode.engine), theirs.provider)]
+        between.append(agreement.releases(str(prefill.engine), ours, str(decode.engine), theirs))
+        problems += [finding.sentence for finding in between if finding.level is Level.ERROR]
+        findings += between
     return {
         "ready": not problems,
         "problems": problems,
+        "findings": [finding.document() for finding in findings],
         "prefill": [prefill.document()],
         "decode": [decode.document()],
     }
@@ -58,8 +63,10 @@ async def _ask(engine: Engine, directories: Directories, upstream: Upstream) -> 
         found.problems.append(status)
         return found
     found.status = status
-    if not status.ready:
-        found.problems.append(f"{engine}: not all of its {status.ranks} workers are up")
+    workers = agreement.workers(str(engine), status)
+    found.findings.append(workers)
+    if workers.level is Level.ERROR:
+        found.problems.append(workers.sentence)
     return found
 
 

@@ -12,16 +12,32 @@ from neuron_pushkv.telemetry.transfer import Transfer
 MAX_SAMPLES = 1 << 14
 """Times kept per phase between two reads; an engine that never steps doesn't grow without bound."""
 
-Gauge: TypeAlias = Literal["parked_bytes", "parked_requests", "open_receives", "open_sends", "staging_bytes"]
+Gauge: TypeAlias = Literal[
+    "parked_bytes",
+    "parked_requests",
+    "open_receives",
+    "open_sends",
+    "bounce_bytes",
+    "slab_bytes",
+    "staging_bytes",
+    "staging_largest_bytes",
+    "staging_fragmentation",
+]
 
 GAUGES: Mapping[Gauge, str] = {
     "parked_bytes": "Bytes of finished KV that is kept for receivers, on one rank.",
     "parked_requests": "Finished requests whose KV is kept for receivers.",
     "open_receives": "Deliveries to this engine that have not ended.",
     "open_sends": "Deliveries from this engine that have not ended.",
+    "bounce_bytes": "Bytes of the staging cache in use, where KV passes through host memory.",
+    "slab_bytes": "Bytes of the engine's KV cache that lie in slabs of the connector's.",
     "staging_bytes": "Bytes of the staging buffer in use.",
+    "staging_largest_bytes": "Bytes of the longest free run of the staging buffer.",
+    "staging_fragmentation": "How much of the staging buffer's free bytes lies outside of their longest run, 0 to 1.",
 }
-"""What is measured and not counted. Each rank may set each; the engine's value is the sum of its ranks'."""
+"""What is measured and not counted. Each rank may set each; the engine's value is the sum of its ranks', or the mean
+where it is one of :data:`FRACTIONS`."""
+FRACTIONS: frozenset[Gauge] = frozenset({"staging_fragmentation"})
 
 
 class Counts:

@@ -8,6 +8,7 @@ import time
 from queue import SimpleQueue
 from typing import Any
 
+from neuron_pushkv.blocks import BlockPool
 from neuron_pushkv.errors import Reason
 from neuron_pushkv.telemetry.counts import Counts, Gauge
 from neuron_pushkv.telemetry.lines import log, transfer_fields
@@ -62,6 +63,13 @@ class Telemetry:
     def gauge(self, name: Gauge, value: float) -> None:
         """How much of it there is now, on this rank."""
         self._counts.gauge(name, value)
+
+    def staging(self, pool: BlockPool | None) -> None:
+        """How full the staging buffer is now, byte by byte; None if there is none yet."""
+        pool = pool or BlockPool()
+        self._counts.gauge("staging_bytes", pool.held)
+        self._counts.gauge("staging_largest_bytes", pool.largest)
+        self._counts.gauge("staging_fragmentation", pool.fragmentation)
 
     def take(self) -> dict[str, Any]:
         """What has happened since the last call; see :meth:`~neuron_pushkv.telemetry.counts.Counts.take`."""

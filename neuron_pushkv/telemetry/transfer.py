@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from neuron_pushkv.errors import Reason
+from neuron_pushkv.ledger.effects import Ended
 
 Way: TypeAlias = Literal["in", "out"]
 
@@ -69,3 +70,21 @@ class Transfer:
             if begin in moments and end in moments:
                 found[phase] = (moments[begin], max(moments[begin], moments[end]))
         return found
+
+
+def transfer_of(way: Way, ended: Ended, peer: str, size: int) -> Transfer:
+    """What the ledger has told of. ``peer`` is the other engine's id, ``size`` in bytes."""
+    return Transfer(
+        way,
+        ended.request,
+        ended.transfer,
+        ended.traceparent,
+        peer,
+        ended.reason,
+        ended.detail,
+        ended.tokens,
+        ended.writes,
+        size,
+        ended.started,
+        ended.moments,
+    )

@@ -7,14 +7,15 @@ import os
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
 
-from neuron_pushkv.device.base import Memory, MemoryKind, ReadyWord
-from neuron_pushkv.errors import FabricError, RegistrationError, TransportError
+from neuron_pushkv.device.base import Dmabuf, Memory, MemoryKind, ReadyWord
+from neuron_pushkv.errors import FabricError, TransportError
 from neuron_pushkv.fabric.core import Contact, Core, EventKind
 from neuron_pushkv.fabric.opening import Options
+from neuron_pushkv.fabric.registering import Registrar
 from neuron_pushkv.transport.base import (
     Arrived,
     Batch,
@@ -39,16 +40,26 @@ _MAGIC = b"pkf2"
 _REMEMBERED = 4096
 _WILDCARDS = ("", "0.0.0.0", "::")
 
+_UNREADABLE = "it copies with the CPU, which can't read such memory; use 'efa', or transport 'nixl'"
+_IMPOSSIBLE = {
+    ("shm", MemoryKind.NEURON): "libfabric can't copy out of it, and says of such a write that it was written when "
+    "nothing was (seen with 2.6); use 'efa', also between processes of one machine",
+    ("shm", MemoryKind.CUDA): _UNREADABLE,
+    ("tcp", MemoryKind.CUDA): _UNREADABLE,
+}
+
 
 class FabricTransport(Transport):
     """``provider`` is "efa", "efa-direct", "tcp" or "shm"; ``library`` a path to libfabric, if not the usual one.
 
     ``host`` is the address of this machine that tcp binds to. ``nics`` are the network cards to use, by libfabric's
-    names of their domains (EFA's without what follows the dash); by default all of EFA's, one of others'. There is one
-    rail for each of them, or ``rails`` in all, over the cards in turn. With ``flush`` an arrival is told only when
-    memory of each device has been read from over every rail that received, which is what a device needs that may not
-    see at once what a card has written. ``core`` is the CPU core for the progress thread. Registrations of more than
-    ``most_registered`` bytes are refused as some drivers do, which is for tests. Raises
+    names of their domains (EFA's without what follows the dash); by default all of EFA's, one of others'. All of them
+    must be there, unless they are only ``preferred``: then those that are there are used or, if none is, what would be
+    by default. There is one rail for each, or ``rails`` in all, over the cards in turn. With ``flush`` an arrival is
+    told only when memory of each device has been read from over every rail that received, which is what a device needs
+    that may not see at once what a card has written. ``core`` is the CPU core for the progress thread. Registrations of
+    more than ``most_registered`` bytes are refused as some drivers do, which is for tests. ``device`` is the kind of
+    memory that will be registered, besides the host's; ``export`` and ``hint`` are its accelerator's. Raises
     :class:`~neuron_pushkv.errors.FabricError`.
 
     One thing that libfabric does not give us everywhere: over shm, a write with a wrong key or outside its bounds is
@@ -63,15 +74,26 @@ class FabricTransport(Transport):
         host: str = "127.0.0.1",
         *,
         nics: tuple[str, ...] = (),
+        preferred: bool = False,
         rails: int | None = None,
         flush: bool = False,
         core: int | None = None,
         most_registered: int | None = None,
+        device: MemoryKind = MemoryKind.HOST,
+        export: Callable[[Memory], Dmabuf | None] | None = None,
+        hint: str = "",
     ) -> None:
         if provider == "tcp" and host in _WILDCARDS:
             raise FabricError(f"provider 'tcp' needs the address that peers reach this machine at, not '{host}'")
+        if (provider, device) in _IMPOSSIBLE:
+            raise FabricError(
+                f"provider '{provider}' can't be used for {device} memory: {_IMPOSSIBLE[provider, device]}"
+            )
         bound = host if provider == "tcp" else None
-        self.core = Core(provider, Options(library, bound, nics, rails, flush, core, most_registered))
+        self.core = Core(
+            provider, Options(library, bound, nics, preferred, rails, flush, core, most_registered, device, hint)
+        )
+        self._registrar = Registrar(self.core, device, export, hint)
         self.library = f"libfabric {self.core.facts.version}"
         self.provider = self.core.facts.fabric if provider == "efa-direct" else self.core.facts.provider
         # EFA's endpoint is gone at once, but the card may still be at work on a packet that has arrived.
@@ -81,7 +103,8 @@ class FabricTransport(Transport):
         self._closed = False
         self._addresses: dict[Peer, bytes] = {}
         self._used: OrderedDict[bytes, None] = OrderedDict()
-        self._try_out(host)
+        where = f" on host '{host}'; set 'host' to an address of this machine"
+        self._try_out(where if bound else f"; {hint}" if hint else "")
         if self.provider == OVER_RXM:
             logger.warning(
                 "%s can end this process when a connection ends in the middle of an incoming write (a fault of its tcp "
@@ -89,23 +112,20 @@ class FabricTransport(Transport):
                 self.library,
             )
 
-    def _try_out(self, host: str) -> None:
+    def _try_out(self, advice: str) -> None:
         """Some of what can be wrong shows only when an endpoint is opened; find it before anybody depends on it."""
         try:
             self.fence(self.open_peer())
         except TransportError as error:
             self.close()
-            where = f" on host '{host}'; set 'host' to an address of this machine" if self.provider != "shm" else ""
             raise FabricError(
                 f"{self.library} at {self.core.facts.library}: provider '{self.provider}' can't open an endpoint "
-                f"({error}){where}"
+                f"({error}){advice}"
             ) from error
 
     def register(self, memory: Memory) -> Registration:
-        """Host memory only, so far. Raises :class:`RegistrationError`."""
-        if memory.kind is not MemoryKind.HOST:
-            raise RegistrationError(f"{memory.kind} memory can't be registered yet; only host memory can")
-        handle, description = self.core.register(memory.address, memory.length, device=memory.ordinal)
+        """Host memory, and that of the device that the transport was opened for. Raises :class:`RegistrationError`."""
+        handle, description = self._registrar.register(memory)
         return Registration(handle, memory, description)
 
     def deregister(self, registration: Registration) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from neuron_pushkv.device.base import Memory, ReadyWord
+from neuron_pushkv.device.steps import is_reached
 from neuron_pushkv.errors import TransportError
 from neuron_pushkv.transport.base import (
     Arrived,
@@ -32,7 +33,6 @@ from neuron_pushkv.transport.base import (
     Written,
 )
 from neuron_pushkv.transport.fates import Delay, FailBatches, Fate, Fault
-from neuron_pushkv.transport.hub import is_reached
 
 _PERIOD = 0.002
 """Seconds between looks at what only time or another thread changes: delays, stalls, ready words."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -10,14 +9,6 @@ from dataclasses import dataclass, field
 
 from neuron_pushkv.device.base import Memory, ReadyWord
 from neuron_pushkv.transport.base import EPOCHS, Arrived, Batch, Event, TransportCounters
-
-
-def is_reached(ready: ReadyWord | None) -> bool:
-    """Whether there is nothing to wait for (any more)."""
-    if ready is None:
-        return True
-    word = ctypes.c_uint32.from_address(ready.address).value
-    return (word - ready.value) % (1 << 32) < 1 << 31
 
 
 @dataclass

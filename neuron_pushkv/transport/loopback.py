@@ -15,6 +15,7 @@ import threading
 import time
 
 from neuron_pushkv.device.base import Memory, ReadyWord
+from neuron_pushkv.device.steps import is_reached
 from neuron_pushkv.errors import RegistrationError, TransportError
 from neuron_pushkv.transport.base import (
     Batch,
@@ -26,7 +27,7 @@ from neuron_pushkv.transport.base import (
     Written,
 )
 from neuron_pushkv.transport.counting import CountingTransport
-from neuron_pushkv.transport.hub import Endpoint, Task, expand, is_reached
+from neuron_pushkv.transport.hub import Endpoint, Task, expand
 
 _READY_PERIOD = 0.0005
 

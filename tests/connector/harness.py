@@ -64,6 +64,8 @@ class EngineDouble:
     finished: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     stats: dict[str, Any] = field(default_factory=dict)
+    patience: float = 0.0
+    """Of the last look for results."""
 
     def begin_step(self, orders: StepOrders) -> None:
         self.calls.append("begin_step")
@@ -83,15 +85,14 @@ class EngineDouble:
     def end_step(self) -> None:
         self.calls.append("end_step")
 
-    def take_results(self) -> Results:
+    def take_results(self, patience: float = 0.0) -> Results:
         self.calls.append("take_results")
-        results = Results(frozenset(self.finished), frozenset(self.failed))
+        self.patience, finished, failed = patience, frozenset(self.finished), frozenset(self.failed)
         self.finished, self.failed = set(), set()
-        return results
+        return Results(finished, failed)
 
     def take_stats(self) -> dict[str, Any]:
-        stats, self.stats = self.stats, {}
-        return stats
+        return {key: self.stats.pop(key) for key in list(self.stats)}
 
     def close(self) -> None:
         self.calls.append("close")
@@ -308,8 +309,7 @@ class Harness:
         """One engine step, in the order of vLLM's V1 runner, in which the engine reports those loads as ended."""
         self.engine.finished |= {*received, *failed}
         self.engine.failed |= set(failed)
-        output = self.scheduler.schedule()
-        self.outputs.append(output)
+        self.outputs.append(output := self.scheduler.schedule())
         self._ahead.append(output)
         if len(self._ahead) > self._lag:
             self._run(self._ahead.popleft())
@@ -361,6 +361,7 @@ class Harness:
         reported.invalid_block_ids = worker.get_block_ids_with_load_errors()
         reported.kv_connector_stats = worker.get_kv_connector_stats()
         self.reported.append(reported.kv_connector_stats)
+        reported.kv_connector_worker_meta = worker.build_connector_worker_meta()
         worker.clear_connector_metadata()
 
         names = list(output.num_scheduled_tokens)

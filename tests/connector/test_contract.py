@@ -24,6 +24,7 @@ import torch
 import neuron_pushkv.connector
 from neuron_pushkv.connector import compat
 from neuron_pushkv.connector.connector import PushKVConnector, check
+from neuron_pushkv.connector.contiguity import Contiguity, Order
 from neuron_pushkv.connector.fingerprint import fingerprint
 from neuron_pushkv.connector.groups import block_bytes, groups_of
 from neuron_pushkv.connector.kernels import kernel_name
@@ -39,6 +40,7 @@ FOLDER = Path(__file__).parent / "contract"
 VERSIONS = ("0.24.0", "0.28.0", "0.32.0")
 LATER = {
     "get_transfer_results": ("0.32.0",),
+    "get_mem_pool_context": ("0.32.0",),
     "get_loaded_kv_cache_group_ids": ("0.32.0",),
     "KVConnectorTransferResults": ("0.32.0",),
 }
@@ -218,10 +220,39 @@ def scheduler_side(contract: Contract) -> tuple[SchedulerSide, Counter[int]]:
         coordinates={"remote_engine_id": "p"},
         parking=Parking(DirectoryDouble(), limit=100, block_bytes=1),
         fail_refused=False,
+        contiguity=Contiguity("vllm"),
     )
     blocks = [contract.make("KVCacheBlock", block_id=number) for number in range(100)]
     side.bind_pool(contract.make("BlockPool", blocks=blocks, touch=touch, free_blocks=free))
     return side, held
+
+
+def taking(names: list[str]) -> Callable[..., None]:
+    """A function of arguments of those names."""
+
+    def function(*_: Any) -> None:
+        pytest.fail("nothing is allocated here")
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return function
+
+
+@pytest.mark.parametrize("order", ["sorted", "runs"])
+def test_blocks_can_be_ordered(contract: Contract, order: Order, caplog: pytest.LogCaptureFixture) -> None:
+    methods = contract.data["arguments"]["FreeKVCacheBlockQueue"]
+    queue = contract.make(
+        "FreeKVCacheBlockQueue",
+        remove=taking(methods["remove"]),
+        prepend_n=taking(methods["prepend_n"]),
+        fake_free_list_head=contract.make("KVCacheBlock", next_free_block=None),
+        fake_free_list_tail=contract.make("KVCacheBlock"),
+    )
+    theirs = taking(contract.data["arguments"]["BlockPool"]["get_new_blocks"])
+    pool = contract.make("BlockPool", get_new_blocks=theirs, num_gpu_blocks=8, free_block_queue=queue)
+    Contiguity(order).bind(pool)
+    assert not caplog.records
+    assert pool.get_new_blocks is not theirs
 
 
 def test_a_prefill_leg_reads_only_what_is_there(contract: Contract) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from neuron_pushkv.connector.contiguity import Contiguity
 from neuron_pushkv.connector.metadata import PushKVMetadata
 from neuron_pushkv.connector.parameters import AllowedHosts
 from neuron_pushkv.connector.parking import Parking
@@ -67,6 +68,7 @@ class Replay:
             coordinates={"remote_engine_id": "p0", "remote_host": "127.0.0.1", "remote_port": 14700},
             parking=Parking(self.directory, limit=1000, block_bytes=1),
             fail_refused=False,
+            contiguity=Contiguity("vllm"),
         )
         self.side.bind_pool(self.pool)
         self.requests: dict[str, Any] = {}

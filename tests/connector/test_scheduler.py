@@ -8,10 +8,38 @@ from typing import Any
 
 import pytest
 
-from neuron_pushkv.orders import Release, Remote
+from neuron_pushkv.orders import Ready, Release, Remote
 from tests.connector.harness import DECODE, PREFILL, PROMPT, Harness, untried
 
 # Prefill legs.
+
+
+def test_prefix_hits_are_pushed_before_the_step_that_computes_the_rest(engine: Harness) -> None:
+    engine.add("p", PROMPT)
+    engine.steps()
+    engine.add("decoding", [1, 2, 3], max_tokens=9)
+    engine.step()
+    engine.add("q", [*PROMPT, 1, 2], PREFILL)
+    (table,) = engine.tables_of_step("q")
+    orders = engine.outputs[-1].kv_connector_metadata.orders
+    assert orders.cached == (Ready("q", 192, (tuple(table[:6]),)),)
+    assert orders.ready == (Ready("q", 202, (tuple(table[:7]),)),)
+
+
+@pytest.mark.parametrize("parameters", [PREFILL, None])
+@pytest.mark.parametrize(("length", "before"), [(32, 0), (96, 64)])
+def test_prefix_hits_that_the_same_step_fills_are_not_pushed_before_it(
+    engine: Harness, parameters: dict[str, Any] | None, length: int, before: int
+) -> None:
+    """Whether it is a new request that fills them or a running one, one of ours or not."""
+    engine.add("p", PROMPT[:length], parameters)
+    for _ in range(before // 64):
+        engine.step()
+    engine.add("q", [*PROMPT[:length], 1, 2], {**PREFILL, "transfer_id": "u"})
+    output = engine.step()
+    (q,) = (data for data in output.scheduled_new_reqs if data.req_id == "q")
+    assert q.num_computed_tokens == length, "vLLM counts as computed what this very step computes"
+    assert sum(order.tokens for order in output.kv_connector_metadata.orders.cached) == before
 
 
 def test_a_finished_prefill_keeps_its_blocks_until_all_ranks_let_go(engine: Harness) -> None:

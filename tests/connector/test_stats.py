@@ -138,3 +138,8 @@ def test_a_gauge_is_the_sum_of_what_its_ranks_said_last(metrics: PushKVMetrics) 
     assert (shown("open_sends"), shown("open_sends", engine="1"), shown("parked_bytes")) == (3, 9, 4096)
     metrics.observe({"gauges": {"open_sends": {"0.0.0": 0, "0.0.1": 0}, "parked_bytes": {"0.0.0": 0}}}, 0)
     assert (shown("open_sends"), shown("open_sends", engine="1"), shown("parked_bytes")) == (0, 9, 0)
+
+
+def test_a_fraction_is_the_mean_of_its_ranks(metrics: PushKVMetrics) -> None:
+    metrics.observe({"gauges": {"staging_fragmentation": {"0.0.0": 0.5, "0.0.1": 0.0}}}, 0)
+    assert shown("staging_fragmentation") == 0.25

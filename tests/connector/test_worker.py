@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from neuron_pushkv.connector.metadata import PushKVMetadata, Refused
 from neuron_pushkv.connector.worker import WorkerSide
 from neuron_pushkv.orders import Intent, Ready, Receive, Remote, StepOrders
@@ -27,6 +29,15 @@ def side(*, leads: bool = True) -> tuple[WorkerSide, EngineDouble]:
 
 def step(number: int, refused: tuple[Refused, ...] = (), **orders: Any) -> PushKVMetadata:
     return PushKVMetadata(number, StepOrders(**orders), refused)
+
+
+def test_what_is_measured_once_is_told_once_for_each_rank() -> None:
+    engine = EngineDouble()
+    worker = WorkerSide(engine, leads=False, about={}, measured={"slab_bytes": {"0.0.1": 4096}})
+    engine.stats = {"gauges": {"open_sends": {"0.0.1": 2}}}
+    assert worker.take_stats() == {"gauges": {"open_sends": {"0.0.1": 2}, "slab_bytes": {"0.0.1": 4096}}}
+    engine.stats = {}
+    assert worker.take_stats() == {}
 
 
 def test_a_step_is_carried_out_once_whichever_hook_comes_first() -> None:
@@ -53,6 +64,25 @@ def test_what_is_ready_is_handed_on_after_the_forward_pass() -> None:
     assert not engine.ready
     worker.advance(metadata)
     assert engine.ready == [Ready("a", 7, ((1,),))]
+
+
+@pytest.mark.parametrize(
+    ("empty", "loads", "refused", "patient"),
+    [
+        (True, ("a",), (), True),
+        (False, ("a",), (), False),
+        (True, (), (), False),
+        (True, ("a",), (Refused("b", ((3,),)),), False),
+    ],
+)
+def test_only_a_step_without_work_waits_for_loads(
+    empty: bool, loads: tuple[str, ...], refused: tuple[Refused, ...], patient: bool
+) -> None:
+    worker, engine = side()
+    orders = StepOrders(receives=tuple(receive(name, 1) for name in loads))
+    worker.begin(PushKVMetadata(1, orders, refused, empty=empty))
+    worker.take_results()
+    assert (engine.patience > 0) == patient
 
 
 def test_a_load_is_reported_once() -> None:

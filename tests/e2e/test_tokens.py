@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from tests.e2e.deployment import (
     Deployment,
     Question,
     Watch,
+    poll,
     tokens,
     whole_blocks,
 )
@@ -42,6 +44,18 @@ def golden(deployment: Deployment) -> list[tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def prompt_tokens(deployment: Deployment, golden: list[tuple[int, ...]]) -> list[int]:
     return [deployment.prompt_tokens[replace(question, stream=False)] for question in QUESTIONS]
+
+
+def test_the_cache_lies_in_our_slabs(deployment: Deployment) -> None:
+    """All of it, on both engines: whatever is pushed here goes from slab to slab."""
+    (size,) = re.findall(r"--kv-cache-memory-bytes=(\d+)", " ".join(deployment.fleet.settings.arguments))
+    deployment.ask(ROUTER, Question(tokens(40, seed=11)))
+    for name in (PREFILL, DECODE):
+
+        def slab_bytes(name: str = name) -> float:
+            return deployment.metrics(name).total("vllm:pushkv_slab_bytes")
+
+        assert poll(slab_bytes, 10, f"the gauges of {name}") == int(size)
 
 
 def test_control_the_undivided_engine_repeats_itself(deployment: Deployment, golden: list[tuple[int, ...]]) -> None:

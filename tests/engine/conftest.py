@@ -15,6 +15,7 @@ from neuron_pushkv.transport.loopback import LoopbackNetwork
 from neuron_pushkv.wire import Rank
 from tests.layouts import Cache
 
+from .hidden import HiddenAccelerator
 from .ranks import Engine
 from .sides import MODEL, Side
 
@@ -38,11 +39,17 @@ def new_transport(request: pytest.FixtureRequest) -> Callable[[], Transport]:
 
 @pytest.fixture
 def new_side(new_transport: Callable[[], Transport]) -> Iterator[Callable[..., Side]]:
-    """Makes engines; ends them all. Keywords are settings, but for layout, model and transport."""
+    """Makes engines; ends them all. Keywords are settings, but for layout, model, transport and hidden."""
     sides: list[Side] = []
 
     def make(
-        name: str, *, transport: Transport | None = None, layout: str = "test", model: str = MODEL, **settings: object
+        name: str,
+        *,
+        transport: Transport | None = None,
+        layout: str = "test",
+        model: str = MODEL,
+        hidden: HiddenAccelerator | None = None,
+        **settings: object,
     ) -> Side:
         side = Side(
             name,
@@ -50,6 +57,7 @@ def new_side(new_transport: Callable[[], Transport]) -> Iterator[Callable[..., S
             ConnectorSettings.model_validate({"port": free_port(), **settings}),
             layout=layout,
             model=model,
+            hidden=hidden,
         )
         sides.append(side)
         return side
@@ -83,12 +91,37 @@ def new_engine(network: LoopbackNetwork) -> Iterator[NewEngine]:
         name: str,
         caches: dict[Rank, Cache],
         transport: Callable[[], Transport] = network.transport,
+        hidden: HiddenAccelerator | None = None,
         **changes: object,
     ) -> Engine:
         settings = ConnectorSettings.model_validate({"port": free_port(), "smallest_write_bytes": 0, **changes})
-        made.append(Engine(name, caches, transport, settings))
+        made.append(Engine(name, caches, transport, settings, hidden))
         return made[-1]
 
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.fixture
+def device() -> Iterator[HiddenAccelerator]:
+    """A device; its steps are ready at once."""
+    with_memory = HiddenAccelerator()
+    yield with_memory
+    with_memory.close()
+
+
+@pytest.fixture
+def other() -> Iterator[HiddenAccelerator]:
+    """Another one."""
+    with_memory = HiddenAccelerator()
+    yield with_memory
+    with_memory.close()
+
+
+@pytest.fixture
+def stepping() -> Iterator[HiddenAccelerator]:
+    """One whose steps end when they are told to."""
+    with_memory = HiddenAccelerator(held=True)
+    yield with_memory
+    with_memory.close()

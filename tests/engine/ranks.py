@@ -5,14 +5,18 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from neuron_pushkv.config import ConnectorSettings
+from neuron_pushkv.device.base import Memory
 from neuron_pushkv.device.host import HostAccelerator
 from neuron_pushkv.directory import Directory
 from neuron_pushkv.engine import PushEngine
-from neuron_pushkv.layout import Group
+from neuron_pushkv.layout import Group, Layout
 from neuron_pushkv.orders import Finish, Intent, Offer, Ready, Receive, Release, Remote, StepOrders
 from neuron_pushkv.transport.base import Transport
 from neuron_pushkv.wire import Rank
+from tests.engine.hidden import HiddenAccelerator
 from tests.engine.sides import DEADLINE, MODEL, content, until
 from tests.layouts import Cache, cache
 
@@ -20,7 +24,8 @@ BLANK = 0xEE
 
 
 class Engine:
-    """One engine: a directory, and a PushEngine with a cache for each rank. ``caches`` are by rank."""
+    """One engine: a directory, and a PushEngine with a cache for each rank. ``caches`` are by rank; with
+    ``hidden`` they are on that device."""
 
     def __init__(
         self,
@@ -28,12 +33,16 @@ class Engine:
         caches: dict[Rank, Cache],
         transport: Callable[[], Transport],
         settings: ConnectorSettings,
+        hidden: HiddenAccelerator | None = None,
     ) -> None:
         self.name, self.caches, self.settings = name, caches, settings
         self.sizes = 1 + max(rank.pp for rank in caches), 1 + max(rank.tp for rank in caches)
         self.directory = Directory(
             settings, engine_id=name, incarnation=secrets.randbits(64), port=settings.port, ranks=len(caches)
         )
+        shown = {rank: (cache.layout, cache.memory) for rank, cache in caches.items()}
+        if hidden is not None:
+            shown = {rank: hide(cache, hidden) for rank, cache in caches.items()}
         self.ranks = {
             rank: PushEngine(
                 settings=settings,
@@ -41,14 +50,14 @@ class Engine:
                 incarnation=secrets.randbits(64),
                 rank=rank,
                 model=MODEL,
-                layout=cache.layout,
-                memory=[cache.memory],
+                layout=layout,
+                memory=[memory],
                 transport=transport(),
-                accelerator=HostAccelerator(),
+                accelerator=hidden or HostAccelerator(),
                 directory=(settings.host, settings.port),
                 sizes=self.sizes,
             )
-            for rank, cache in caches.items()
+            for rank, (layout, memory) in shown.items()
         }
         self.reports: dict[str, dict[Rank, bool]] = {}
         self.freed: list[str] = []
@@ -175,6 +184,15 @@ class Engine:
 
                     for token in tokens:
                         yield region.layer, region.part, region.group, token, head, row
+
+
+def hide(held: Cache, hidden: HiddenAccelerator) -> tuple[Layout, Memory]:
+    """That cache as a device's: its layout at the device's addresses. Its rows stay where they are."""
+    (buffer,) = held.buffers
+    memory = hidden.hide(buffer)
+    moved = memory.address - held.memory.address
+    regions = tuple(msgspec.structs.replace(region, address=region.address + moved) for region in held.layout.regions)
+    return msgspec.structs.replace(held.layout, regions=regions), memory
 
 
 def pattern(prompt: int, layer: str, part: str, token: int, head: int, length: int) -> bytes:

@@ -9,6 +9,7 @@ from neuron_pushkv.config import ConnectorSettings
 from neuron_pushkv.transport.fabric import FabricTransport
 from neuron_pushkv.transport.faults import FaultyTransport
 
+from .hidden import HiddenAccelerator
 from .sides import Side
 
 
@@ -21,7 +22,8 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     transport = FaultyTransport(FabricTransport(provider=options["provider"]), delay=options["delay"])
     settings = ConnectorSettings(port=options["port"])
-    with Side(options["name"], transport, settings) as side:
+    hidden = HiddenAccelerator() if options["hidden"] else None
+    with Side(options["name"], transport, settings, hidden=hidden) as side:
         answer("ready")
         for line in sys.stdin:
             command, *arguments = json.loads(line)

@@ -19,6 +19,8 @@ from neuron_pushkv.orders import Finish, Offer, Ready, Receive, Remote, StepOrde
 from neuron_pushkv.transport.base import Transport
 from neuron_pushkv.wire import Rank
 
+from .hidden import HiddenAccelerator
+
 BLOCK_SIZE = 16
 BLOCK_BYTES = 512
 BLOCKS = 128
@@ -46,15 +48,25 @@ def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE) ->
 
 
 class Side:
-    """One engine of one rank: directory, cache and PushEngine. ``reports`` is all that vLLM would have been told."""
+    """One engine of one rank: directory, cache and PushEngine. ``reports`` is all that vLLM would have been told.
+
+    With ``hidden`` the cache is on that device.
+    """
 
     def __init__(
-        self, name: str, transport: Transport, settings: ConnectorSettings, layout: str = "test", model: str = MODEL
+        self,
+        name: str,
+        transport: Transport,
+        settings: ConnectorSettings,
+        layout: str = "test",
+        model: str = MODEL,
+        hidden: HiddenAccelerator | None = None,
     ) -> None:
         self.name = name
         self.cache = ctypes.create_string_buffer(LAYERS * BLOCKS * BLOCK_BYTES)
         ctypes.memset(self.cache, BLANK, len(self.cache))
-        base = ctypes.addressof(self.cache)
+        memory = hidden.hide(self.cache) if hidden else Memory(ctypes.addressof(self.cache), len(self.cache))
+        base = memory.address
         regions = tuple(
             Region(f"layer.{layer}", "kv", 0, base + layer * BLOCKS * BLOCK_BYTES, BLOCK_BYTES, 0, 0, BLOCK_BYTES)
             for layer in range(LAYERS)
@@ -70,9 +82,9 @@ class Side:
             rank=Rank(),
             model=model,
             layout=Layout(layout, BLOCKS, (Group(BLOCK_SIZE),), regions),
-            memory=[Memory(base, len(self.cache))],
+            memory=[memory],
             transport=transport,
-            accelerator=HostAccelerator(),
+            accelerator=hidden or HostAccelerator(),
             directory=(settings.host, settings.port),
         )
         self.finished: list[str] = []

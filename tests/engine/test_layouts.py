@@ -156,8 +156,10 @@ def test_small_writes_are_packed(new_engine: NewEngine, staging: int, groups: bo
     let_go(sender)
     assert sender.writes <= 10 * 4 * 4 + 16, "heads and layers, K and V: not one for each token"
     (engine,) = sender.ranks.values()
-    assert engine._posting.staging().largest == engine._posting.staging().size, "all room is free again"
-    assert engine._posting.staged == 0
+    pool = engine._posting.pool
+    assert pool is not None
+    assert pool.largest == pool.total, "all room is free again"
+    assert pool.held == 0
 
 
 def test_writes_that_stay_small_are_refused_with_both_layouts(

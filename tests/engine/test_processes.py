@@ -25,8 +25,8 @@ TARGET = [11, 12, 13, 14]
 class Sender:
     """The process, driven line by line."""
 
-    def __init__(self, provider: str, port: int, delay: float = 0.0) -> None:
-        options = {"name": "sender", "provider": provider, "port": port, "delay": delay}
+    def __init__(self, provider: str, port: int, delay: float = 0.0, hidden: bool = False) -> None:
+        options = {"name": "sender", "provider": provider, "port": port, "delay": delay, "hidden": hidden}
         self.settings = ConnectorSettings(port=port)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.engine.sender_process", json.dumps(options)],

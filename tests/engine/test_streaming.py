@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from neuron_pushkv.orders import StepOrders
+from neuron_pushkv.orders import Ready, StepOrders
 from neuron_pushkv.transport.base import Transport
 from neuron_pushkv.transport.faults import FaultyTransport
 
-from .sides import BLOCK_SIZE, BLOCKS, Side, until
+from .sides import BLOCK_SIZE, BLOCKS, DEADLINE, Side, until
 
 NewSide = Callable[..., Side]
 SOURCE = [9, 8, 7, 20, 21, 30, 2, 3]
@@ -50,6 +50,28 @@ def test_blocks_arrive_with_the_step_that_fills_them(sender: Side, receiver: Sid
     assert receiver.holds(1, TARGET)
     assert receiver.others_blank(TARGET)
     assert receiver.stats["bytes"] == {"in": 8 * 4 * 512}
+
+
+def test_prefix_hits_arrive_before_the_step_ends(sender: Side, receiver: Side) -> None:
+    sender.offer("p", 1, TOKENS)
+    receiver.receive("d", 1, TOKENS, TARGET, sender)
+    until(lambda: len(sender.engine._outbound), "the registration")
+    sender.fill(1, SOURCE[:5])
+    sender.engine.begin_step(StepOrders(cached=(Ready("p", 5 * BLOCK_SIZE, (tuple(SOURCE[:5]),)),)))
+    until(lambda: arrived(receiver) == 5, "all prefix hits")
+    sender.fill(1, SOURCE)
+    sender.engine.advance((Ready("p", TOKENS, (tuple(SOURCE),)),))
+    sender.engine.end_step()
+    assert receiver.await_report("d")
+    assert receiver.holds(1, TARGET)
+    assert receiver.stats["bytes"] == {"in": 8 * 4 * 512}
+
+
+def test_waiting_for_results_ends_with_the_first_of_them(sender: Side, receiver: Side) -> None:
+    assert receiver.engine.take_results(patience=0.01).finished == frozenset()
+    sender.prefill("p", 1, TOKENS, SOURCE)
+    receiver.receive("d", 1, TOKENS, TARGET, sender)
+    assert "d" in {*receiver.finished, *receiver.engine.take_results(patience=DEADLINE).finished}
 
 
 def test_two_thirds_computed_when_the_receiver_comes(sender: Side, receiver: Side) -> None:

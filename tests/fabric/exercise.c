@@ -62,7 +62,7 @@ static void open_side(side *s, const char *library, const char *provider, bool f
     CHECK(pk_open(&options, &s->core, &failure) == PK_OK);
     s->data = malloc(SIZE);
     memset(s->data, 7, SIZE);
-    CHECK(pk_register(s->core, (uintptr_t)s->data, SIZE, 0, -1, &s->memory, &s->own.size, &failure) == PK_OK);
+    CHECK(pk_register(s->core, (uintptr_t)s->data, SIZE, 0, -1, 20, NULL, &s->memory, &s->own.size, &failure) == PK_OK);
     CHECK(s->own.size <= sizeof s->own.bytes);
     CHECK(pk_describe(s->core, s->memory, s->own.bytes, &failure) == PK_OK);
 }
@@ -311,7 +311,7 @@ static void *meddle(void *argument)
 
     for (;;) {
         if (pk_open_peer(s->core, &peer, contacts, &why) || pk_fence(s->core, peer, &why) ||
-            pk_register(s->core, (uintptr_t)room, sizeof room, 0, -1, &memory, &size, &why) ||
+            pk_register(s->core, (uintptr_t)room, sizeof room, 0, -1, PK_WHOLE, NULL, &memory, &size, &why) ||
             pk_deregister(s->core, memory, &why) || pk_poll(s->core, &event, 1, 0) < 0)
             break;
     }

@@ -15,6 +15,15 @@ OURS = Path(discovery.__file__).parent / "ofi.h"
 THEIRS = ("fabric", "fi_domain", "fi_endpoint", "fi_cm", "fi_rma", "fi_eq", "fi_errno")
 FOLDERS = (Path("/opt/amazon/efa/include"), Path("/usr/include"), Path("/usr/local/include"))
 
+SINCE = {
+    "fi_mr_dmabuf": (1, 20),
+    "fi_mr_attr.dmabuf": (1, 20),
+    "FI_MR_DMABUF": (1, 20),
+    "FI_OPT_CUDA_API_PERMITTED": (1, 18),
+    "FI_OPT_SHARED_MEMORY_PERMITTED": (1, 21),
+}
+"""What older headers have not got: structs, members, constants."""
+
 HANDED_IN = ("fi_av_attr", "fi_cq_attr", "fi_mr_attr", "fi_cq_err_entry")
 """What the library reads or writes in memory of ours, which must be large enough for it."""
 
@@ -24,7 +33,10 @@ def declared() -> tuple[dict[str, list[str]], list[str]]:
     text = re.sub(r"/\*.*?\*/", "", OURS.read_text(), flags=re.DOTALL)
     structs = {}
     for name, body in re.findall(r"^struct (\w+) \{\n(.*?)^\};", text, flags=re.DOTALL | re.MULTILINE):
-        flat = re.sub(r"union \{.*?\}", "union", body, flags=re.DOTALL)
+        flat = re.sub(r"union \{(.*?)\};", r"\1", body, flags=re.DOTALL)
+        unions = re.findall(r"union \{([^}]*)\} (\w+);", flat)
+        for inner, name_of_union in unions:
+            flat = flat.replace(f"union {{{inner}}} {name_of_union};", f"union {name_of_union};")
         members = []
         for declaration in flat.split(";"):
             function = re.search(r"\(\*(\w+)\)", declaration)
@@ -38,8 +50,20 @@ def declared() -> tuple[dict[str, list[str]], list[str]]:
     return structs, constants
 
 
-def program(includes: list[str]) -> str:
+def known(version: tuple[int, int]) -> tuple[dict[str, list[str]], list[str]]:
+    """Of what we declare, what libfabric of that ``version`` has too."""
     structs, constants = declared()
+    old = {name for name, since in SINCE.items() if version < since}
+    members = {
+        struct: [member for member in members if f"{struct}.{member}" not in old]
+        for struct, members in structs.items()
+        if struct not in old
+    }
+    return members, [constant for constant in constants if constant not in old]
+
+
+def program(includes: list[str], version: tuple[int, int]) -> str:
+    structs, constants = known(version)
     lines = ["#include <stddef.h>", "#include <stdio.h>", "#include <sys/uio.h>", *includes, "int main(void) {"]
     for struct, members in structs.items():
         for member in members:
@@ -54,12 +78,13 @@ def program(includes: list[str]) -> str:
     return "\n".join([*lines, "return 0; }"])
 
 
-def compiled(folder: Path, includes: list[str], flags: list[str]) -> subprocess.CompletedProcess[str]:
+def compiled(
+    folder: Path, includes: list[str], flags: list[str], version: tuple[int, int]
+) -> subprocess.CompletedProcess[str]:
     output = folder / "layout"
     compiler = os.environ.get("CC", "cc")
-    subprocess.run(
-        [compiler, "-std=gnu11", "-x", "c", *flags, "-o", output, "-"], input=program(includes), text=True, check=True
-    )
+    source = program(includes, version)
+    subprocess.run([compiler, "-std=gnu11", "-x", "c", *flags, "-o", output, "-"], input=source, text=True, check=True)
     return subprocess.run([output], capture_output=True, text=True, check=True)
 
 
@@ -67,12 +92,17 @@ def test_our_declarations_are_a_prefix_of_libfabrics(tmp_path: Path) -> None:
     folder = next((folder for folder in FOLDERS if (folder / "rdma/fabric.h").is_file()), None)
     if folder is None:
         pytest.skip("needs libfabric's headers: apt-get install libfabric-dev")
-    structs, constants = declared()
+    header = (folder / "rdma/fabric.h").read_text()
+    numbers = [re.search(rf"#define FI_{part}_VERSION (\d+)", header) for part in ("MAJOR", "MINOR")]
+    major, minor = (int(number[1]) for number in numbers if number)
+    version = (major, minor)
+    structs, constants = known(version)
     assert len(structs) >= 25
-    assert len(constants) >= 25
-    ours = compiled(tmp_path, [f'#include "{OURS}"'], [])
+    assert len(constants) >= 35
+    assert structs["fi_mr_attr"][-2:] == ["iface", "device"]
+    ours = compiled(tmp_path, [f'#include "{OURS}"'], [], version)
     includes = [f"#include <rdma/{name}.h>" for name in THEIRS]
-    theirs = compiled(tmp_path, includes, [f"-I{folder}", "-Wno-deprecated-declarations"])
+    theirs = compiled(tmp_path, includes, [f"-I{folder}", "-Wno-deprecated-declarations"], version)
     assert ours.stdout.splitlines() == theirs.stdout.splitlines()
     room = int(re.search(r"#define PK_ROOM (\d+)", OURS.read_text())[1])  # type: ignore[index]
     for line in theirs.stderr.splitlines():

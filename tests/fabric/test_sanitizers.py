@@ -1,6 +1,6 @@
 """The core under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer.
 
-libfabric itself is not instrumented. No report is suppressed.
+libfabric itself, and its stand-in for EFA, is not instrumented. No report is suppressed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def exercise(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return program
 
 
-@pytest.mark.parametrize("provider", ["tcp", "shm"])
-def test_the_core_is_clean(exercise: Path, provider: str) -> None:
-    library = discovery.in_wheel()
+@pytest.mark.parametrize("provider", ["tcp", "shm", "efa"])
+def test_the_core_is_clean(exercise: Path, stand_in: Path, provider: str) -> None:
+    library = stand_in if provider == "efa" else discovery.in_wheel()
     if library is None:
         pytest.skip("needs the libfabric of the 'mpich' package: pip install mpich")
     run = subprocess.run(

@@ -106,7 +106,7 @@ class Commands:
     def tables(self) -> tuple[int, int, int, int]:
         """Deliveries in and out, sources, and requests kept by the directory."""
         engine = self.side.engine
-        return len(engine._inbound), len(engine._outbound), engine._outbound.sources, self.side.directory.kept()
+        return len(engine._inbound), len(engine._outbound), len(engine._outbound.sources), self.side.directory.kept()
 
     def usage(self) -> tuple[int, int, int, int]:
         """Descriptors, Python objects, bytes of malloc, bytes resident."""

@@ -59,7 +59,7 @@ def test_retry_under_the_same_id(sender: Side, receiver: Side) -> None:
     sender.finish("cmpl-1")
     until(lambda: (sender.step(), sender.freed == ["cmpl-1"])[1], "letting go of the source")
     for side in (sender, receiver):
-        tables = (len(side.engine._inbound), len(side.engine._outbound), side.engine._outbound.sources)
+        tables = (len(side.engine._inbound), len(side.engine._outbound), len(side.engine._outbound.sources))
         assert (*tables, side.directory.kept()) == (0, 0, 0, 0)
 
 
@@ -97,7 +97,7 @@ def test_memory_does_not_grow_with_transfers(
     seen: list[tuple[int, int, int]] = []
     for number in range(1801):
         if number in {1100, 1800}:
-            until(lambda: (sender.step(), sender.engine._outbound.sources == 0)[1], "letting go of all sources")
+            until(lambda: (sender.step(), sender.engine._outbound.sources == [])[1], "letting go of all sources")
             for side in (sender, receiver):
                 for told in (side.finished, side.failed, side.freed):
                     told.clear()

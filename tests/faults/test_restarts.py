@@ -110,7 +110,7 @@ def test_restarts_under_load(new_process: Callable[..., RemoteSide]) -> None:
             else:
                 until(lambda: descriptors() <= files, f"{files} descriptors")  # noqa: B023 - it is called here
         assert len(set(counts)) == 1, counts
-        until(lambda: (steady.step(), steady.engine._outbound.sources == 0)[1], "letting go of all sources")
+        until(lambda: (steady.step(), steady.engine._outbound.sources == [])[1], "letting go of all sources")
         assert (len(steady.engine._inbound), len(steady.engine._outbound)) == (0, 0)
     assert load.done > RESTARTS
 
@@ -161,7 +161,7 @@ def test_connections_cut_at_random(new_side: NewSide, provider: str) -> None:
             kept.clear()
     assert cuts > 5
     assert succeeded > failed > 0
-    until(lambda: (sender.step(), sender.engine._outbound.sources == 0)[1], "letting go of all sources")
+    until(lambda: (sender.step(), sender.engine._outbound.sources == [])[1], "letting go of all sources")
     until(lambda: (sender.step(), sender.directory.kept() == 0)[1], "letting go at the directory")
     sender.step()
     assert sorted(sender.freed) == sorted(["first", *(f"p{each}" for each in range(1, number + 1))])

@@ -51,7 +51,7 @@ def test_both_roles_fail_at_once(new_side: NewSide, network: LoopbackNetwork, en
     if sent != "receiver dies":
         assert not target.await_report("out") or target.holds(2, [21, 23, 25, 27])
     assert both.finished == both.failed == ["in"]
-    assert (len(both.engine._inbound), len(both.engine._outbound), both.engine._outbound.sources) == (0, 0, 0)
+    assert (len(both.engine._inbound), len(both.engine._outbound), len(both.engine._outbound.sources)) == (0, 0, 0)
     fresh = new_side("fresh")
     both.prefill("next", 3, 64, [31, 33, 35, 37], "v")
     fresh.prefill("back", 4, 64, [41, 42, 43, 44], "w")

@@ -31,7 +31,12 @@ def freed(side: Side, request: str) -> None:
 
 def nothing_left(*sides_: Side) -> bool:
     return all(
-        (len(side.engine._inbound), len(side.engine._outbound), side.engine._outbound.sources, side.directory.kept())
+        (
+            len(side.engine._inbound),
+            len(side.engine._outbound),
+            len(side.engine._outbound.sources),
+            side.directory.kept(),
+        )
         == (0, 0, 0, 0)
         for side in sides_
     )

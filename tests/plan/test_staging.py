@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from neuron_pushkv.blocks import Extent
 from neuron_pushkv.device.base import Memory
-from neuron_pushkv.errors import TransportError
-from neuron_pushkv.plan.staging import ALIGNMENT, Extent, Staging
+from neuron_pushkv.errors import BlockError, TransportError
+from neuron_pushkv.plan.staging import ALIGNMENT, Staging
 from neuron_pushkv.transport.base import Registration
 
 from .moving import staging
@@ -25,15 +26,15 @@ def test_extents_lie_inside_and_never_overlap(lines: int, steps: list[int | floa
                 memory.free(taken.pop(int(step * len(taken))))
         elif (extent := memory.take(step)) is not None:
             assert extent.length >= step
-            assert extent.offset % ALIGNMENT == 0
-            assert 0 <= extent.offset <= extent.offset + extent.length <= memory.size
+            assert extent.first % ALIGNMENT == 0
+            assert 0 <= extent.first <= extent.end <= memory.size
             for other in taken:
-                assert extent.offset + extent.length <= other.offset or other.offset + other.length <= extent.offset
+                assert extent.end <= other.first or other.end <= extent.first
             taken.append(extent)
         else:
             assert memory.largest < step
         covered = sorted(taken)
-        edges = [0, *(edge for extent in covered for edge in (extent.offset, sum(extent))), memory.size]
+        edges = [0, *(edge for extent in covered for edge in (extent.first, extent.end)), memory.size]
         assert memory.largest == max(end - start for start, end in zip(edges[::2], edges[1::2], strict=True))
     for extent in taken:
         memory.free(extent)
@@ -55,7 +56,7 @@ def test_an_extent_is_freed_once() -> None:
     assert extent is not None
     memory.free(extent)
     for wrong in (extent, Extent(64, 64)):
-        with pytest.raises(TransportError, match="not taken"):
+        with pytest.raises(BlockError, match="does not hold"):
             memory.free(wrong)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from neuron_pushkv import __version__, versions
 from neuron_pushkv.config import ConnectorSettings, RouterSettings
 from neuron_pushkv.directory import Directory
 from neuron_pushkv.errors import ConfigError, HandshakeRefused, Reason
@@ -98,9 +99,10 @@ def test_ready_once_both_engines_and_all_their_workers_are(router: Bench, loop: 
     ):
         found = real.client.get("/ready")
         assert found.status_code == 503
+        waiting = "wait until it has loaded, or look at its log"
         assert found.json()["problems"] == [
-            f"prefill engine {router.prefill.url}: not all of its 1 workers are up",
-            f"decode engine {router.decode.url}: not all of its 1 workers are up",
+            f"prefill engine {router.prefill.url}: not all of its 1 workers are up; {waiting}",
+            f"decode engine {router.decode.url}: not all of its 1 workers are up; {waiting}",
         ]
         starting = real.completion()
         assert starting.status_code == 503
@@ -113,11 +115,17 @@ def test_ready_once_both_engines_and_all_their_workers_are(router: Bench, loop: 
                 unlike = real.client.get("/ready")
                 assert unlike.status_code == 503
                 assert "uses provider tcp" in unlike.json()["problems"][0]
+                assert ("peer.provider", "error") in [(f["id"], f["level"]) for f in unlike.json()["findings"]]
             with worker(of_decode, "d"):
                 eventually(lambda: real.client.get("/ready").status_code == 200, "the fleet did not become ready")
                 report = real.client.get("/ready").json()
                 assert report["ready"] is True
                 assert report["problems"] == []
+                assert {(found["id"], found["level"]) for found in report["findings"]} == {
+                    ("peer.engine", "ok"),
+                    ("peer.provider", "ok"),
+                    ("peer.versions", "ok"),
+                }
                 assert report["prefill"] == [
                     {
                         "url": router.prefill.url,
@@ -126,6 +134,8 @@ def test_ready_once_both_engines_and_all_their_workers_are(router: Bench, loop: 
                         "engine_id": "p",
                         "provider": "tcp",
                         "library": "libfabric 2.5",
+                        "release": __version__,
+                        "vllm": versions.vllm()[1],
                         "ranks": 1,
                         "kept_requests": 0,
                     }

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from neuron_pushkv.config import RouterSettings
+from neuron_pushkv.config import RouterSettings, host_port
 from neuron_pushkv.errors import ConfigError, HandshakeRefused, Reason
 from neuron_pushkv.router import create_app
 from neuron_pushkv.router.fleet import (
@@ -18,7 +18,6 @@ from neuron_pushkv.router.fleet import (
     DirectoryFailure,
     Engine,
     Leg,
-    host_port,
 )
 from neuron_pushkv.wire import EngineStatus
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from neuron_pushkv.blocks import BlockPool
 from neuron_pushkv.errors import Reason
 from neuron_pushkv.telemetry import Telemetry, recorder
 
@@ -49,6 +50,18 @@ def gate() -> Iterator[Gate]:
     handler.opened.set()
     logger.removeHandler(handler)
     logger.propagate, logger.level = before
+
+
+def test_the_staging_buffer_shows_how_it_is_split(telemetry: Telemetry) -> None:
+    telemetry.staging(None)
+    assert telemetry.take()["gauges"]["staging_bytes"] == {"0.0.0": 0}
+    pool = BlockPool(100)
+    pool.take(40, "a")
+    pool.take(20, "b")
+    pool.release("a")
+    telemetry.staging(pool)
+    gauges = {name: values["0.0.0"] for name, values in telemetry.take()["gauges"].items()}
+    assert gauges == {"staging_bytes": 20, "staging_largest_bytes": 40, "staging_fragmentation": 0.5}
 
 
 def test_every_transfer_is_counted_and_told(telemetry: Telemetry, caplog: pytest.LogCaptureFixture) -> None:

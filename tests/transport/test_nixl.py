@@ -34,8 +34,8 @@ from tests.transport.conftest import NIXL, Pair, first_library, join, make_pair
 from tests.transport.side import NearSide, eventually, table
 from tests.transport.side import open_transport as open_named
 
-CPU: Any = SimpleNamespace(name="cpu", needs_flush=False)
-GPU: Any = SimpleNamespace(name="cuda", needs_flush=True)
+CPU: Any = SimpleNamespace(name="cpu", needs_flush=False, export=None, hint="")
+GPU: Any = SimpleNamespace(name="cuda", needs_flush=True, export=None, hint="no GPU is the reason")
 
 runs_of = st.lists(
     st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 20), st.integers(1, 1 << 19)), min_size=1, max_size=400
@@ -198,7 +198,14 @@ def test_the_settings_choose(
     )
     settings = ConnectorSettings(transport=transport, provider=provider, nixl_backend="X", progress_core=1)
     open_transport(settings, accelerator, ())
-    named = {"nics": (), "flush": accelerator is GPU, "core": 1}
+    named = {
+        "nics": (),
+        "flush": accelerator is GPU,
+        "core": 1,
+        "device": MemoryKind.HOST,
+        "export": None,
+        "hint": accelerator.hint,
+    }
     assert asked == [("nixl", "X") if nixl else ("fabric", provider, None, "127.0.0.1", named)]
 
 

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from neuron_pushkv.device.base import ReadyWord
+from neuron_pushkv.device.steps import is_reached
 from neuron_pushkv.errors import TransportError
 from neuron_pushkv.transport.base import Failed, Written
-from neuron_pushkv.transport.hub import Port, is_reached
+from neuron_pushkv.transport.hub import Port
 from neuron_pushkv.transport.nixl.agent import Agent
 from neuron_pushkv.transport.nixl.parts import Part
 from neuron_pushkv.transport.nixl.wire import Notification, Place, Window, unpack_notification

@@ -26,7 +26,7 @@ CLASSES = {
     "v1/core/sched/output.py": ["SchedulerOutput", "NewRequestData", "CachedRequestData", "KVConnectorBlockState"],
     "v1/core/block_pool.py": ["BlockPool"],
     "v1/core/kv_cache_manager.py": ["KVCacheBlocks"],
-    "v1/core/kv_cache_utils.py": ["KVCacheBlock"],
+    "v1/core/kv_cache_utils.py": ["KVCacheBlock", "FreeKVCacheBlockQueue"],
     "v1/outputs.py": ["KVConnectorOutput"],
     "v1/request.py": ["Request"],
     "v1/kv_cache_interface.py": [
@@ -49,7 +49,15 @@ CLASSES = {
     "v1/attention/backends/cpu_attn.py": ["CPUAttentionBackendImpl", "CPUAttentionMetadataBuilder"],
 }
 """Where the classes are whose members the connector uses, in every version."""
-HOOKS = ("KVConnectorBase_V1", "SupportsHMA", "KVConnectorStats", "KVConnectorPromMetrics", "KVConnectorFactory")
+HOOKS = (
+    "KVConnectorBase_V1",
+    "SupportsHMA",
+    "KVConnectorStats",
+    "KVConnectorPromMetrics",
+    "KVConnectorFactory",
+    "BlockPool",
+    "FreeKVCacheBlockQueue",
+)
 """Classes whose methods' arguments matter too."""
 
 

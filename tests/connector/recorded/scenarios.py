@@ -19,10 +19,13 @@ DECODE = {
 
 
 class Recorder(Harness):
-    """A harness that writes down every call of a scheduler-side hook, with what it was shown and what it answered."""
+    """A harness that writes down every call of a scheduler-side hook, with what it was shown and what it answered.
+
+    Blocks are in vLLM's own order.
+    """
 
     def __init__(self, model: Path, **settings: Any) -> None:
-        super().__init__(model, **settings)
+        super().__init__(model, extra={"provider": "tcp", "port": 14700, "block_order": "vllm"}, **settings)
         self.prompts: dict[str, tuple[int, int]] = {}
         self.events: list[dict[str, Any]] = []
         for hook, shown in _SHOWN.items():
@@ -86,7 +89,7 @@ _SHOWN: dict[str, Callable[..., dict[str, Any]]] = {
         "external": external,
     },
     "build_connector_meta": _shown_output,
-    "update_connector_output": lambda self, finished: {"finished": sorted(finished)},
+    "update_connector_output": lambda self, finished, ended=0: {"finished": sorted(finished)},
     "request_finished": lambda self, request, tables: {"request": request.request_id, "blocks": list(tables[0])},
 }
 

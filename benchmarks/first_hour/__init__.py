@@ -1,0 +1,1 @@
+"""What only hardware can answer, asked in the first hour on it. See docs/first-hour.md."""

@@ -1,0 +1,1 @@
+"""Real prefill and decode engines behind one thin proxy, once for each connector, in alternation."""
