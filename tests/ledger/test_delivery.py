@@ -220,7 +220,7 @@ def test_retry_is_a_new_transfer() -> None:
     pair.finish("p2")
     pair.pass_time(2)
     assert pair.quiet()
-    assert pair.outbound.sources == 0
+    assert pair.outbound.sources == []
 
 
 # Patience with a sender that does not know the source.

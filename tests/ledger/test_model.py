@@ -304,7 +304,7 @@ class Model(Lives):
     def quiet(self) -> bool:
         """Nothing is owed by anyone to anyone."""
         world = self.world
-        owed = [len(world.inbound), *(len(outbound) + outbound.sources for outbound in world.outbound)]
+        owed = [len(world.inbound), *(len(outbound) + len(outbound.sources) for outbound in world.outbound)]
         return not (any(owed) or world.waiting or world.tickets or self.closing() or self.queues())
 
 

@@ -200,6 +200,7 @@ def test_the_settings_choose(
     open_transport(settings, accelerator, ())
     named = {
         "nics": (),
+        "preferred": True,
         "flush": accelerator is GPU,
         "core": 1,
         "device": MemoryKind.HOST,
