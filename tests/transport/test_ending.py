@@ -44,11 +44,12 @@ def test_cancelling_in_the_middle_accounts_for_every_write(pair: Pair) -> None:
     eventually(lambda: far.count(1, 0) > 0, "something has arrived")
     near.transport.cancel(ticket.id)
     (ended,) = near.events(1, ENDED)
-    assert isinstance(ended, Failed)
-    assert ended.detail == "cancelled"
-    assert 0 < ended.written < 4000
-    assert ended.in_doubt == 0
-    eventually(lambda: far.count(1, 0) == ended.written, "exactly what is said to be written arrives")
+    written = 4000  # if all were made while the cancellation was on its way
+    if isinstance(ended, Failed):
+        assert (ended.detail, ended.in_doubt) == ("cancelled", 0)
+        written = ended.written
+    assert 0 < written <= 4000
+    eventually(lambda: far.count(1, 0) == written, "exactly what is said to be written arrives")
 
 
 def test_a_fence_ends_all_tickets_of_that_peer(pair: Pair) -> None:

@@ -17,14 +17,22 @@ FOLDER = Path(__file__).parent
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(OTHER_LIBRARY in os.environ, reason="this is that run")
 def test_the_contract_holds_over_another_libfabric() -> None:
-    run = subprocess.run(
+    run = once_more_over_the_other()
+    if "EOFError" in run.stdout:
+        # The far process died: 1.17's tcp does that now and then when its endpoints are closed (see OVER_RXM).
+        run = once_more_over_the_other()
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def once_more_over_the_other() -> subprocess.CompletedProcess[str]:
+    """All tests of this folder that a transport over libfabric has to pass."""
+    return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", str(FOLDER), f"--ignore={FOLDER / 'test_faults.py'}"],
         # rxm looks for connections only every so often; more often makes the tests quicker, and nothing else.
         env={**os.environ, OTHER_LIBRARY: str(second_library()), "FI_OFI_RXM_CM_PROGRESS_INTERVAL": "500"},
         cwd=FOLDER.parents[1],
         capture_output=True,
         text=True,
-        timeout=230,
+        timeout=110,
         check=False,
     )
-    assert run.returncode == 0, run.stdout + run.stderr
