@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent
 @pytest.mark.skipif(OTHER_LIBRARY in os.environ, reason="this is that run")
 def test_the_contract_holds_over_another_libfabric() -> None:
     run = once_more_over_the_other()
-    if "EOFError" in run.stdout:
+    if "EOFError" in run.stdout and major_version(second_library()) == 1:
         # The far process died: 1.17's tcp does that now and then when its endpoints are closed (see OVER_RXM).
         run = once_more_over_the_other()
     assert run.returncode == 0, run.stdout + run.stderr
@@ -36,3 +36,9 @@ def once_more_over_the_other() -> subprocess.CompletedProcess[str]:
         timeout=110,
         check=False,
     )
+
+
+def major_version(library: Path) -> int:
+    """Asked in a process of its own, since one can load only one libfabric."""
+    ask = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).fi_version() >> 16)"
+    return int(subprocess.check_output([sys.executable, "-c", ask, str(library)], text=True, timeout=30))
