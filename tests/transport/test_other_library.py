@@ -14,12 +14,14 @@ from tests.transport.conftest import OTHER_LIBRARY, second_library
 FOLDER = Path(__file__).parent
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 @pytest.mark.skipif(OTHER_LIBRARY in os.environ, reason="this is that run")
 def test_the_contract_holds_over_another_libfabric() -> None:
     run = once_more_over_the_other()
-    if "EOFError" in run.stdout and major_version(second_library()) == 1:
-        # The far process died: 1.17's tcp does that now and then when its endpoints are closed (see OVER_RXM).
+    for _ in range(4):
+        # Either process may die: 1.17's tcp does that now and then when endpoints are closed (see OVER_RXM).
+        if major_version(second_library()) > 1 or not (run.returncode < 0 or "EOFError" in run.stdout):
+            break
         run = once_more_over_the_other()
     assert run.returncode == 0, run.stdout + run.stderr
 
