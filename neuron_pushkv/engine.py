@@ -108,7 +108,7 @@ class PushEngine:
         if quarantine is None:
             quarantine = 0.0 if transport.fence_is_final else FENCE_QUARANTINE_SECONDS
         self._inbound = Inbound(settings, quarantine)
-        self._outbound = Outbound(settings, layout, copied=bounced)
+        self._outbound = Outbound(settings, layout, copied=bounced, late=transport.reads_late)
         self._telemetry = Telemetry(transport.provider, transport.library, engine=engine_id, rank=str(rank))
         self._steps = Steps(accelerator)
         self._stale = 0

@@ -88,11 +88,8 @@ class Core:
         self._process = os.getpid()
         self.ffi: Any = module.ffi
         self.lib: Any = module.lib
-        # shm must copy through its own buffers: with CMA the target reads the source's memory at whatever later time it
-        # gets to run, so a fence at the sender could not protect memory that is used again. Read once, by the first use
-        # of libfabric in a process, whichever provider that is for.
-        os.environ["FI_SHM_DISABLE_CMA"] = "1"
-        # And efa must not take shm for peers on the same machine: device memory would not be written, and said to be.
+        # efa must not take shm for peers on the same machine: device memory would not be written, and said to be. Read
+        # once, by the first use of libfabric in a process, whichever provider that is for.
         os.environ["FI_EFA_ENABLE_SHM_TRANSFER"] = "0"
         self._handle: Any = self.ffi.gc(open_core(module, provider, options), self._free)
         facts = self.ffi.new("pk_facts *")

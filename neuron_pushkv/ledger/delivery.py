@@ -94,11 +94,15 @@ class Delivery:
         """Note when something happened last."""
         self.moments[moment] = now - self.since
 
-    def commit(self, now: float) -> list[Effect]:
+    @property
+    def complete(self) -> bool:
+        """Whether all that was asked for has been handed to the transport."""
+        return all(track.complete for track in self.tracks)
+
+    def commit(self) -> list[Effect]:
         """All blocks are posted: announce how many writes they were."""
         assert isinstance(self.wish, Register)
         self.committed = self.written + sum(push.writes for push in self.tickets.values())
-        self.reached("committed", now)
         tokens = self.wish.end_token - self.wish.start_token
         return [Send(self.key[0], Commit(self.key[1], self.key[2], self.committed, tokens))]
 

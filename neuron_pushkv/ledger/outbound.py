@@ -25,12 +25,15 @@ PROGRESS_SECONDS = 5.0
 
 
 class Outbound:
-    """All that this worker sends. ``layout`` is its own cache. ``copied``: writes read from copies, not from there."""
+    """All that this worker sends. ``layout`` is its own cache. ``copied``: writes read from copies, not from there;
+    ``late``: the transport ``reads_late``."""
 
-    def __init__(self, settings: ConnectorSettings, layout: Layout, *, copied: bool = False) -> None:
+    def __init__(
+        self, settings: ConnectorSettings, layout: Layout, *, copied: bool = False, late: bool = False
+    ) -> None:
         self._settings = settings
         self._copied = copied
-        self._pushes = Pushes(layout)
+        self._pushes = Pushes(layout, late)
         self._sources = Sources()
         self._deliveries = Deliveries()
         self._steps = 0
@@ -254,7 +257,7 @@ class Outbound:
         delivery.written += push.writes
         delivery.bytes += push.bytes
         delivery.reached("last_write", now)
-        return self._quiet(delivery, now)
+        return [*self._pushes.announced(delivery, now), *self._quiet(delivery, now)]
 
     def ticket_failed(self, ticket: int, written: int, in_doubt: int, detail: str, now: float) -> list[Effect]:
         """It has ended otherwise."""
@@ -318,11 +321,8 @@ class Outbound:
         return source
 
     def _pushing(self, source: Source) -> list[Delivery]:
-        return [
-            delivery
-            for delivery in (self._deliveries[key] for key in sorted(source.active))
-            if delivery.state is State.PUSHING
-        ]
+        asked = (self._deliveries[key] for key in sorted(source.active))
+        return [delivery for delivery in asked if delivery.state is State.PUSHING]
 
     def _push(self, delivery: Delivery, source: Source, now: float) -> list[Effect]:
         """Hand over what is ready and was asked for."""

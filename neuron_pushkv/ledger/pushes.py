@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from neuron_pushkv.errors import Reason
 from neuron_pushkv.layout import Layout
-from neuron_pushkv.ledger.delivery import Delivery
+from neuron_pushkv.ledger.delivery import Delivery, State
 from neuron_pushkv.ledger.effects import Effect, Write
 from neuron_pushkv.ledger.sources import Source
 from neuron_pushkv.ledger.tracks import ABSENT, Track
@@ -26,9 +26,10 @@ def block_tables(order: Ready) -> Tables:
 
 
 class Pushes:
-    """``layout`` is the sender's."""
+    """``layout`` is the sender's. ``late``: the transport ``reads_late``."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, late: bool = False) -> None:
+        self._late = late
         self._groups = layout.groups
         self._layers = tuple(dict.fromkeys(region.layer for region in layout.regions))
 
@@ -75,9 +76,19 @@ class Pushes:
         """All layers of a track have been handed over up to ``end``."""
         track.next = end
         track.ahead.clear()
-        if delivery.committed or not all(track.complete for track in delivery.tracks):
+        if delivery.complete:
+            delivery.reached("posted", now)
+        return self.announced(delivery, now)
+
+    def announced(self, delivery: Delivery, now: float) -> list[Effect]:
+        """COMMIT, once, as soon as everything has been handed over.
+
+        Where the target reads late it may count writes whose source is ours no longer, after a fence. So there COMMIT,
+        without which no count suffices, waits until every ticket has ended as written.
+        """
+        if delivery.state is not State.PUSHING or delivery.committed or (self._late and delivery.tickets):
             return []
-        return delivery.commit(now)
+        return delivery.commit() if delivery.complete else []
 
     def _holds(self, track: Track, tables: Tables, end: int) -> bool:
         """Whether the sender's tables reach from ``next`` to ``end``, with no block that vLLM has let go of."""

@@ -22,8 +22,8 @@ PHASES: Mapping[Way, Mapping[str, tuple[str, str]]] = {
     "out": {
         "match": ("started", "matched"),
         "ready": ("matched", "first_write"),
-        "push": ("first_write", "committed"),
-        "drain": ("committed", "last_write"),
+        "push": ("first_write", "posted"),
+        "drain": ("posted", "last_write"),
         "confirm": ("last_write", "done"),
     },
 }
@@ -59,7 +59,7 @@ class Transfer:
     moments: Mapping[str, float]
     """Seconds from ``started`` to each moment that was reached: of ``in`` connected, accepted, committed, arrived (the
     last write was counted) and seen (vLLM's worker took the result); of ``out`` registered (0), matched (the source was
-    known), first_write (posted), last_write (completed), committed and done."""
+    known), first_write (posted), posted (all is), last_write (completed) and done."""
 
     @property
     def phases(self) -> dict[str, tuple[float, float]]:

@@ -174,6 +174,11 @@ class Transport(ABC):
     """What does the work, for people: "libfabric 2.5"; "none" where it is this package alone."""
     fence_is_final: bool
     """Whether nothing can be under way in the network after a fence; otherwise a quarantine follows."""
+    reads_late: bool = False
+    """Whether the target copies out of the source's memory itself, so that it may still do so after a fence here.
+
+    What it counts proves something only once the tickets have ended as written.
+    """
     flushes: bool = False
     """Whether an arrival is told only when the device is sure to see what has arrived."""
 

@@ -99,6 +99,8 @@ class FabricTransport(Transport):
         # EFA's endpoint is gone at once, but the card may still be at work on a packet that has arrived.
         self.fence_is_final = not self.provider.startswith("efa")
         self.flushes = flush
+        # Between processes that may read each other's memory shm has the target copy, once, out of the source's.
+        self.reads_late = self.provider == "shm"
         self._lock = Lock()
         self._closed = False
         self._addresses: dict[Peer, bytes] = {}

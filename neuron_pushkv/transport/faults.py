@@ -77,6 +77,7 @@ class FaultyTransport(Transport):
         self.library = inner.library
         self.fence_is_final = inner.fence_is_final
         self.flushes = inner.flushes
+        self.reads_late = inner.reads_late
         self._faults: tuple[Fault, ...] = (*faults, Delay(delay, delay), FailBatches(fail_batches))
         self._chance = random.Random(seed)
         self._never = ctypes.c_uint32(0)  # a ready word that is not reached

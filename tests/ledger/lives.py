@@ -28,9 +28,12 @@ def content(tokens: int, prompt: int) -> Content:
 class Lives(RuleBasedStateMachine):
     """Sender requests ``p…`` and receiver requests ``d…``; each has blocks of its own, which nobody has after it."""
 
-    @initialize(quarantine=st.sampled_from([0.0, 5.0]), block_size=st.sampled_from([SIZE, 2 * SIZE]))
-    def begin(self, quarantine: float, block_size: int) -> None:
-        self.world = World(quarantine, block_size)
+    @initialize(
+        quarantine=st.sampled_from([0.0, 5.0]), block_size=st.sampled_from([SIZE, 2 * SIZE]), late=st.booleans()
+    )
+    def begin(self, quarantine: float, block_size: int, late: bool) -> None:
+        """``late``: the receiver reads writes in doubt from whatever lies there by then."""
+        self.world = World(quarantine, block_size, late)
         self.number = self.block = 0
         self.prompts: dict[str, tuple[int, int]] = {}
         self.transfers: dict[str, str] = {}

@@ -62,11 +62,13 @@ def targets(write: fx.Write) -> tuple[int, ...]:
 class Pair:
     """``reports``: what the receiver told vLLM. ``freed``: what the sender let go. ``sent``: how deliveries ended."""
 
-    def __init__(self, settings: ConnectorSettings | None = None, quarantine: float = 0.0) -> None:
+    def __init__(
+        self, settings: ConnectorSettings | None = None, quarantine: float = 0.0, *, late: bool = False
+    ) -> None:
         settings = settings or ConnectorSettings()
         self.now = 1000.0
         self.inbound = Inbound(settings, quarantine)
-        self.outbound = Outbound(settings, LAYOUT)
+        self.outbound = Outbound(settings, LAYOUT, late=late)
         self.to_sender: deque[Message] = deque()
         self.to_receiver: deque[Message] = deque()
         self.reports: list[tuple[str, Reason | None]] = []

@@ -50,6 +50,8 @@ class Piece:
     offset: int
     carried: tuple[object, ...] | None = None
     """What it has read, once that is on the way."""
+    adrift: bool = False
+    """The receiver will read it, from whatever is there by then."""
     landed: bool = False
 
 

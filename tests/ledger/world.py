@@ -24,12 +24,12 @@ from .parts import BLOCKS, LAYERS, LAYOUT, RANKS, SIZE, WINDOW, Asked, Link, Pie
 class World:
     """``waiting``: requests that vLLM waits for; ``reports``: what it was told. A breach is an AssertionError."""
 
-    def __init__(self, quarantine: float, block_size: int) -> None:
+    def __init__(self, quarantine: float, block_size: int, late: bool) -> None:
         settings = ConnectorSettings()
-        self.now, self.quarantine = 1000.0, quarantine
+        self.now, self.quarantine, self.late = 1000.0, quarantine, late
         self.groups = (Group(block_size), Group(block_size, WINDOW))
         self.inbound = Inbound(settings, quarantine)
-        self.outbound = [Outbound(settings, LAYOUT) for _ in RANKS]
+        self.outbound = [Outbound(settings, LAYOUT, late=late) for _ in RANKS]
         self.connections = 10
         self.links = [Link(rank, self.next_connection()) for rank in RANKS]
         self.old_links: list[Link] = []
@@ -139,7 +139,8 @@ class World:
 
     def may_land(self, piece: Piece) -> bool:
         link = piece.link
-        if piece.landed or (piece.carried is None and (link.sender_fenced or link.fenced_at is not None)):
+        on_the_way = piece.carried is not None or piece.adrift
+        if piece.landed or (not on_the_way and (link.sender_fenced or link.fenced_at is not None)):
             return False
         return link.fenced_at is None or self.now < link.fenced_at + self.quarantine
 
@@ -159,7 +160,9 @@ class World:
             self._reach(slot)
 
     def _read(self, piece: Piece) -> tuple[object, ...]:
-        assert piece.source not in self.released[piece.link.rank], "read from blocks that are vLLM's again"
+        if piece.source in self.released[piece.link.rank]:
+            assert piece.adrift, "read from blocks that are vLLM's again"
+            return ("overwritten",) * SIZE
         memory = self.memory[piece.link.rank]
         return tuple(memory.get((piece.layer, piece.source, index)) for index in range(SIZE))
 
@@ -170,7 +173,10 @@ class World:
         written, doubt = len(ticket.pieces) - len(left), min(doubt, len(left))
         for piece in left[: min(flying, doubt)]:
             if self.may_land(piece):
-                piece.carried = self._read(piece)
+                if self.late:
+                    piece.adrift = True
+                else:
+                    piece.carried = self._read(piece)
                 self.flying.append(piece)
         if left:
             effects = outbound.ticket_failed(ticket.number, written, doubt, "provoked", self.now)

@@ -39,7 +39,7 @@ def sent(**changes: Any) -> Transfer:
         "registered": 0.0,
         "matched": 0.125,
         "first_write": 0.25,
-        "committed": 0.375,
+        "posted": 0.375,
         "last_write": 0.5,
         "done": 0.75,
     }

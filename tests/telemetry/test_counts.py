@@ -37,7 +37,7 @@ def test_phases_that_did_not_end_are_not_there() -> None:
 
 
 def test_moments_in_the_other_order_make_a_phase_of_no_length() -> None:
-    early = {"matched": 0.0, "first_write": 0.1, "last_write": 0.2, "committed": 0.3, "done": 0.15}
+    early = {"matched": 0.0, "first_write": 0.1, "last_write": 0.2, "posted": 0.3, "done": 0.15}
     assert sent(moments=early).phases["drain"] == (0.3, 0.3)
     assert sent(moments=early).phases["confirm"] == (0.2, 0.2)
 
