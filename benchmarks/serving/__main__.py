@@ -3,7 +3,8 @@
     python -m benchmarks.serving --json serving.json
 
 Rounds of visits: each starts one contestant's engines, warms them up and measures everything. ``handover`` is what
-connectors are for (see there); ``load`` is what clients see under load, by vLLM's own benchmark client.
+connectors are for (see there); ``load`` is what clients see under load, by vLLM's own benchmark client, and
+``conversations`` by vLLM's multi-turn benchmark; ``ablation`` is what each of our own mechanisms buys.
 """
 
 from __future__ import annotations
@@ -14,21 +15,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.rows import Row, machine
-from benchmarks.serving import handover, load, model, report
-from benchmarks.serving.contestants import CONTESTANTS, Contestant, Engines
-from benchmarks.serving.handover import Sample
-from benchmarks.serving.phases import phases
-from benchmarks.serving.plan import Plan, plan
-from benchmarks.serving.running import Running
+from benchmarks.rows import machine
+from benchmarks.serving import conversations, model, report
+from benchmarks.serving.contestants import CONTESTANTS, Engines
+from benchmarks.serving.measuring import Run
+from benchmarks.serving.plan import PARTS, plan
 
 CHUNK = 256
 """At most an eighth of every prompt whose handover is measured."""
@@ -38,89 +36,30 @@ LONGEST = 8704
 OWN = Path(__file__).parent.parent.parent
 
 
-class Run:
-    """One run of the benchmark, and what it has measured so far."""
-
-    def __init__(self, plan: Plan, engines: Engines, cores: tuple[int, ...], folder: Path, console: Console) -> None:
-        self._plan = plan
-        self._engines = engines
-        self._cores = cores
-        self._folder = folder
-        self._console = console
-        self._handovers: defaultdict[tuple[handover.Cell, str], list[Sample]] = defaultdict(list)
-        self._phases: defaultdict[tuple[handover.Cell, str], defaultdict[str, list[float]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
-        self._loads: defaultdict[tuple[load.Cell, str], list[Mapping[str, float]]] = defaultdict(list)
-        self.loads: list[dict[str, Any]] = []
-
-    def run(self) -> Iterator[None]:
-        """All visits; a turn of the caller's after each."""
-        for number, contestant in self._plan.visits():
-            before = os.getloadavg()[0]
-            logs = self._folder / f"{number} {contestant.name}"
-            with Running(contestant, self._engines, self._cores, logs) as running:
-                self._visit(number, contestant, running)
-            self.loads.append(
-                {"visit": number, "contestant": contestant.name, "before": before, "after": os.getloadavg()[0]}
-            )
-            yield
-
-    def rows(self) -> list[Row]:
-        """Everything that was measured, cell by cell."""
-        rows = [
-            report.handover_row(name, cell, samples, self._phases[cell, name])
-            for (cell, name), samples in sorted(self._handovers.items(), key=lambda item: item[0][0].name)
-        ]
-        rows += report.ratio_rows(rows)
-        rows += [report.load_row(name, cell.name, runs) for (cell, name), runs in self._loads.items()]
-        return rows
-
-    def _visit(self, number: int, contestant: Contestant, running: Running) -> None:
-        if contestant.divided:
-            handover.touch(running, self._engines.kv_bytes // model.BYTES_PER_TOKEN)
-            for cell in self._plan.handovers:
-                self._say(f"round {number + 1}, {contestant.name}: handover of {cell.name}")
-                begun = len(running.log(running.last))
-                self._handovers[cell, contestant.name] += handover.measure(running, cell, self._plan.repeats, number)
-                for phase, seconds in phases(running.log(running.last)[begun:], "kv_received").items():
-                    self._phases[cell, contestant.name][phase] += seconds[handover.WARM_UP :]
-        for cell in self._plan.loads:
-            self._say(f"round {number + 1}, {contestant.name}: {cell.name}")
-            measured = load.measure(running, cell, self._plan.objective, self._engines, number)
-            self._loads[cell, contestant.name].append(measured)
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False)
-
-
 def main() -> None:
     """Read the command line, measure, write and show."""
     given = _arguments()
     console = Console(width=None if sys.stdout.isatty() else 180)
     before = machine()
     console.print(before, highlight=False, markup=False)
-    chosen = plan(
-        only=[name for name in given.only if _installed(name, given.nixl, console)],
-        parts=given.parts,
-        tokens=given.tokens,
-        short=given.short,
-        rounds=given.rounds or (2 if given.short else 3),
-        repeats=given.repeats,
-        inputs=given.inputs,
-        outputs=given.outputs,
-        rates=given.rates,
-        datasets=given.datasets,
-        requests=given.requests,
-    )
+    given.only = [name for name in given.only if _installed(name, given.nixl, console)]
+    given.rounds = given.rounds or (2 if given.short else 3)
+    multi_turn = _multi_turn(given, console)
+    chosen = plan(given)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
     with tempfile.TemporaryDirectory() as place:
         folder = given.logs or Path(place)
         folder.mkdir(parents=True, exist_ok=True)
-        engines = Engines(model.make(folder / "model"), CHUNK, LONGEST, KV_BYTES, SEQUENCES, given.nixl)
-        run = Run(chosen, engines, tuple(given.cores), folder, console)
+        engines = Engines(
+            model.make(folder / "model"), CHUNK, LONGEST, KV_BYTES, SEQUENCES, model.BYTES_PER_TOKEN, given.nixl
+        )
+        run = Run(chosen, engines, tuple(given.cores), folder, say, multi_turn)
         for _ in run.run():
             if given.json:
-                about = {"before": before, "after": machine(), "visits": run.loads, **_about(given)}
+                about = {"before": before, "after": machine(), "visits": run.visits, **_about(given)}
                 given.json.write_text(json.dumps({"about": about, "rows": run.rows()}, indent=1) + "\n")
         report.show(run.rows(), console)
 
@@ -132,17 +71,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="file to write the rows to")
     parser.add_argument("--logs", type=Path, help="folder that keeps the engines' logs")
     parser.add_argument("--only", nargs="+", choices=names, default=usual, help="contestants")
-    parser.add_argument("--parts", nargs="+", choices=("handover", "load"), default=["handover", "load"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--short", action="store_true", help="two rounds, and no long prompts that are computed")
     parser.add_argument("--rounds", type=int, help="how often each contestant is started and measured")
-    parser.add_argument("--repeats", type=int, default=7, help="handovers per cell in each round")
+    parser.add_argument("--repeats", type=int, default=3, help="handovers per cell in each round")
     parser.add_argument("--cores", type=int, nargs=2, default=[0, 1], help="prefill's and decode's")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2049, 8193], help="of prompts that are handed over")
     parser.add_argument("--datasets", nargs="+", default=["random", "prefix_repetition"])
-    parser.add_argument("--inputs", type=int, nargs="+", default=[2048], help="tokens of prompts under load")
+    parser.add_argument("--inputs", type=int, nargs="+", default=[1024], help="tokens of prompts under load")
     parser.add_argument("--outputs", type=int, nargs="+", default=[32], help="tokens of answers under load")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.4, 0.8], help="requests a second")
-    parser.add_argument("--requests", type=int, default=24, help="per cell and round")
+    parser.add_argument("--requests", type=int, default=12, help="per cell and round")
+    parser.add_argument("--multi-turn", type=Path, help="folder benchmarks/multi_turn of vLLM's source")
     parser.add_argument("--nixl", type=Path, help="folder to import NIXL from, if it isn't installed")
     return parser.parse_args()
 
@@ -157,6 +97,18 @@ def _installed(name: str, nixl: Path | None, console: Console) -> bool:
     if found.returncode:
         console.print(f"{name} is left out: pip install --no-deps nixl==1.5.0 nixl-cu12==1.5.0, or say --nixl FOLDER")
     return not found.returncode
+
+
+def _multi_turn(given: argparse.Namespace, console: Console) -> Path | None:
+    """vLLM's script for conversations; says what to do where they can't be measured."""
+    if "conversations" not in given.parts:
+        return None
+    script = given.multi_turn / conversations.SCRIPT if given.multi_turn else None
+    if script and script.is_file() and find_spec("pandas"):
+        return Path(script)
+    console.print(conversations.WHERE, markup=False)
+    given.parts.remove("conversations")
+    return None
 
 
 def _about(given: argparse.Namespace) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class Engines:
     max_tokens: int
     kv_bytes: int
     sequences: int
+    bytes_per_token: int
     nixl: Path | None
     """Folder to import NIXL from, where it isn't installed."""
 
@@ -41,6 +42,8 @@ class Contestant:
     order: Order
     connector: str = ""
     extra: Mapping[str, Any] | None = None
+    worn: bool = False
+    """Whether its block pools are to be used up first."""
 
     @property
     def divided(self) -> bool:

@@ -28,12 +28,13 @@ EXTERNAL = "external_kv_transfer"
 
 @dataclass(frozen=True)
 class Sample:
-    """One request, in seconds."""
+    """One request, in seconds; and how many writes, or descriptors, its KV took."""
 
     first: float
     prefill: float
     step: float
     gap: float
+    writes: float = 0.0
 
     @property
     def handover(self) -> float:
@@ -47,6 +48,11 @@ class Cell:
 
     tokens: int
     cached: bool
+
+    @property
+    def slow(self) -> bool:
+        """Whether it takes so long that there is time for few."""
+        return not self.cached and self.tokens > 6000
 
     @property
     def name(self) -> str:
@@ -64,23 +70,28 @@ def touch(running: Running, cache_tokens: int) -> None:
 
 
 def measure(running: Running, cell: Cell, repeats: int, seed: int) -> list[Sample]:
-    """``repeats`` samples, after a few that don't count. Raises :class:`FleetError` if KV was not transferred."""
+    """``repeats`` samples, after a few that don't count; a third of that where each is slow.
+
+    Raises :class:`FleetError` if KV was not transferred.
+    """
     prompts = _prompts(cell, seed)
     if cell.cached:
         running.ask_prefill(next(prompts))
-    return [_sample(running, prompts, cell) for _ in range(WARM_UP + repeats)][WARM_UP:]
+    warm_up, count = (1, max(1, repeats // 3)) if cell.slow else (WARM_UP, repeats)
+    return [_sample(running, prompts, cell) for _ in range(warm_up + count)][warm_up:]
 
 
 def _sample(running: Running, prompts: Iterator[list[int]], cell: Cell) -> Sample:
     running.forget_on_decode()
     prefill = running.ask_prefill(next(prompts))
-    before = _transferred(running)
+    before, written = _transferred(running), running.written()
     answer = running.ask(next(prompts), TOKENS)
     moved = _transferred(running) - before
     if moved < cell.tokens - 1:
         raise FleetError(f"{running.contestant.name}: decode has computed {cell.tokens - moved} tokens by itself")
     leg = running.legs()[-1]
-    return Sample(answer.first_seconds, prefill, answer.seconds_per_token, leg["first"] - leg["prefill"])
+    gap = leg["first"] - leg["prefill"]
+    return Sample(answer.first_seconds, prefill, answer.seconds_per_token, gap, running.written() - written)
 
 
 def _transferred(running: Running) -> int:

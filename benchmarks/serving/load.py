@@ -6,15 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.contestants import Engines
 from benchmarks.serving.running import Running
+from benchmarks.serving.watching import Watch
 from neuron_pushkv.errors import FleetError
-from neuron_pushkv.fleet.client import Metrics
 
 SECONDS = 600
 SHARED = 0.5
@@ -22,15 +22,6 @@ SHARED = 0.5
 TIMES = ("ttft", "tpot", "itl", "e2el")
 PERCENTILES = (50, 90, 99)
 THROUGHPUT = ("request_throughput", "output_throughput", "request_goodput", "completed", "failed", "duration")
-COUNTED = {
-    "transferred_tokens": ("vllm:prompt_tokens_by_source_total", {"source": "external_kv_transfer"}),
-    "computed_tokens": ("vllm:prompt_tokens_by_source_total", {"source": "local_compute"}),
-    "cached_tokens": ("vllm:prompt_tokens_by_source_total", {"source": "local_cache_hit"}),
-    "queued_seconds": ("vllm:request_queue_time_seconds_sum", {}),
-    "preemptions": ("vllm:num_preemptions_total", {}),
-    "pushkv_bytes": ("vllm:pushkv_bytes_total", {}),
-    "pushkv_writes": ("vllm:pushkv_writes_total", {}),
-}
 
 
 @dataclass(frozen=True)
@@ -95,26 +86,17 @@ def arguments(cell: Cell, objective: Objective, model: Path, url: str, seed: int
 def measure(running: Running, cell: Cell, objective: Objective, engines: Engines, seed: int) -> dict[str, float]:
     """One run of the cell, by name of what was measured; times in milliseconds. Raises :class:`FleetError` if it fails.
 
-    What engines count is named ``<engine> <what>``; the processor time of each member ``<member> cpu_seconds``.
+    With it comes what the engines said meanwhile (:meth:`Watch.figures`).
     """
     running.forget_on_decode()
-    before = {member: running.metrics(member) for member in running.members}
-    cpu = running.cpu_seconds()
-    result = _run(arguments(cell, objective, engines.model, running.front, seed), running.logs)
+    with Watch(running, engines, cell.input_tokens) as watch:
+        result = _run(arguments(cell, objective, engines.model, running.front, seed), running.logs)
     if result["completed"] != cell.requests:
         raise FleetError(f"{running.contestant.name}: {result['completed']} of {cell.requests} requests were answered")
     found = {name: float(result[name] or 0) for name in THROUGHPUT}
     for time in TIMES:
         found |= {f"{time} p{each}": float(result[f"p{each}_{time}_ms"]) for each in PERCENTILES}
-    for member, old in before.items():
-        found |= {f"{member} {what}": value for what, value in counted(running.metrics(member), old).items()}
-    found |= {f"{member} cpu_seconds": now - cpu[member] for member, now in running.cpu_seconds().items()}
-    return found
-
-
-def counted(now: Metrics, before: Metrics) -> Mapping[str, float]:
-    """What an engine has counted between two readings."""
-    return {what: now.total(name, **labels) - before.total(name, **labels) for what, (name, labels) in COUNTED.items()}
+    return found | watch.figures()
 
 
 def _run(given: Iterable[str], logs: Path) -> dict[str, Any]:

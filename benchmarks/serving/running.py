@@ -82,9 +82,17 @@ class Running:
         response = self.client.post(self._arrangement.url(self.last) + "/reset_prefix_cache")
         response.raise_for_status()
 
-    def metrics(self, member: str) -> Metrics:
-        """What that engine has counted."""
-        return Metrics.of(self.client, self._arrangement.url(member))
+    def metrics(self, member: str, client: httpx.Client | None = None) -> Metrics:
+        """What that engine has counted. ``client``: another thread's own."""
+        return Metrics.of(client or self.client, self._arrangement.url(member))
+
+    def written(self) -> float:
+        """Writes that the connector says it has made, or what it calls descriptors, whichever side counts them."""
+        if not self.contestant.divided:
+            return 0.0
+        if self.contestant.connector == "PushKVConnector":
+            return self.metrics(self.last).total("vllm:pushkv_writes_total")
+        return sum(self.metrics(member).total("vllm:nixl_num_descriptors_sum") for member in self.members)
 
     def cpu_seconds(self) -> Mapping[str, float]:
         """Processor time of each member's processes so far."""

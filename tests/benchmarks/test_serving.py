@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.serving import figures, load
+from benchmarks.serving import conversations, figures, load, watching
 from benchmarks.serving.__main__ import CHUNK
+from benchmarks.serving.ablation import QUESTIONS
 from benchmarks.serving.contestants import CONTESTANTS, DECODE, PREFILL, Arrangement, Engines, arrange
 from benchmarks.serving.handover import Cell, Sample
 from benchmarks.serving.phases import phases
 from benchmarks.serving.plan import Plan, plan
-from benchmarks.serving.report import handover_row, ratio_rows
+from benchmarks.serving.report import ablation_rows, handover_row, ratio_rows, runs_row
 from neuron_pushkv.telemetry.lines import rendered, transfer_fields
 from neuron_pushkv.telemetry.transfer import Transfer
 
-ENGINES = Engines(Path("model"), CHUNK, 8704, 1 << 30, 64, Path("nixl"))
+ENGINES = Engines(Path("model"), CHUNK, 8704, 1 << 30, 64, 1 << 16, Path("nixl"))
 
 
-def planned(short: bool = False) -> Plan:
+def planned(short: bool = False, parts: tuple[str, ...] = ("handover", "load")) -> Plan:
     return plan(
-        only=["pushkv", "nixl-push", "undivided"],
-        parts=["handover", "load"],
-        tokens=[2049, 8193],
-        short=short,
-        rounds=2,
-        repeats=7,
-        inputs=[512, 1024],
-        outputs=[8],
-        rates=[1.0, 2.0],
-        datasets=["random"],
-        requests=10,
+        Namespace(
+            only=["pushkv", "nixl-push", "undivided"],
+            parts=parts,
+            tokens=[2049, 8193],
+            short=short,
+            rounds=2,
+            repeats=7,
+            inputs=[512, 1024],
+            outputs=[8],
+            rates=[1.0, 2.0],
+            datasets=["random"],
+            requests=10,
+        )
     )
 
 
@@ -54,7 +58,7 @@ def test_a_ratio_is_of_medians_and_its_interval_takes_in_both() -> None:
 
 
 def test_each_round_visits_all_in_the_order_opposite_to_the_last() -> None:
-    visits = [(number, contestant.name) for number, contestant in planned().visits()]
+    visits = [(visit.round, visit.contestant.name) for visit in planned().visits()]
     assert visits == [
         (0, "pushkv"),
         (0, "nixl-push"),
@@ -128,6 +132,61 @@ def test_handover_is_what_prefill_and_a_step_leave_of_the_first_token() -> None:
     samples = {"pushkv": Sample(1.0, 0.5, 0.25, 0.3), "nixl-push": Sample(1.5, 0.5, 0.25, 0.9)}
     rows = [handover_row(name, cell, [sample] * 3, {}) for name, sample in samples.items()]
     assert [row["handover"]["value"] for row in rows] == [0.25, 0.75]
-    (ratio,) = ratio_rows(rows)
-    assert ratio["other"] == "nixl-push"
-    assert ratio["ratio"]["value"] == pytest.approx(1 / 3)
+    ratios = {row["name"]: row for row in ratio_rows(rows)}
+    assert {row["other"] for row in ratios.values()} == {"nixl-push"}
+    assert ratios["handover ratio"]["ratio"]["value"] == pytest.approx(1 / 3)
+    assert ratios["first ratio"]["ratio"]["value"] == pytest.approx(2 / 3)
+
+
+def test_variants_of_ours_are_visited_like_contestants() -> None:
+    visits = list(planned(parts=("ablation",)).visits())
+    one_way = [visit.contestant.name for visit in visits[:6]]
+    assert one_way == [f"push_granularity {each}" for each in ("request", "step", "layer")] + [
+        f"block_order {each}" for each in ("vllm", "sorted", "runs")
+    ]
+    assert [visit.contestant.name for visit in visits[6:]] == one_way[::-1]
+    assert [visit.contestant.worn for visit in visits[:6]] == [False] * 3 + [True] * 3
+    assert dict(visits[0].contestant.extra or {}) == {"provider": "shm", "push_granularity": "request"}
+
+
+def test_each_question_about_our_mechanisms_gets_a_row_for_each_value() -> None:
+    rows = [
+        handover_row(question.contestant(value).name, question.cell, [Sample(1.0, 0.5, 0.25, 0.3)], {})
+        for question in QUESTIONS
+        for value in question.values
+    ]
+    found = [(row["question"], row["variant"]) for row in ablation_rows(rows)]
+    assert found == [(question.name, value) for question in QUESTIONS for value in question.values]
+
+
+def test_under_load_ours_is_compared_with_each_of_vllms_own() -> None:
+    runs = {"pushkv": 10.0, "nixl-push": 20.0, "nixl-pull": 40.0, "undivided": 5.0}
+    rows = [runs_row("load", name, "cell", [{"ttft p50": value, "tpot p50": 1.0}] * 3) for name, value in runs.items()]
+    found = {(row["name"], row["other"]): row["ratio"]["value"] for row in ratio_rows(rows)}
+    assert found == {
+        ("ttft p50 ratio", "nixl-push"): 0.5,
+        ("ttft p50 ratio", "nixl-pull"): 0.25,
+        ("tpot p50 ratio", "nixl-push"): 1.0,
+        ("tpot p50 ratio", "nixl-pull"): 1.0,
+    }
+
+
+def test_conversations_are_told_apart_by_their_turns() -> None:
+    turn = {"tpot_ms": 1.0, "latency_ms": 9.0}
+    turns = [{**turn, "ttft_ms": 50.0, "input_num_turns": 1}, {**turn, "ttft_ms": 10.0, "input_num_turns": 3}] * 2
+    found = conversations.figures(turns)
+    assert (found["ttft of first turns p50"], found["ttft of later turns p50"]) == (50.0, 10.0)
+    assert (found["completed"], found["ttft p50"]) == (4, 30.0)
+    recipe = conversations.recipe(conversations.Cell(8, 4, 1024, 128, 16, 2), Path("words"))
+    assert recipe["prompt_input"]["num_turns"]["value"] == 8  # questions and answers
+
+
+def test_memory_that_waits_or_is_parked_is_what_running_requests_do_not_explain() -> None:
+    states = [watching.State(running=1, fetching=2, held_share=0.5, parked_bytes=3.0)] * 2
+    decode = watching.over_time(DECODE, states, ENGINES, tokens=1024)
+    assert decode["waiting_bytes"] == 2 * 1024 * ENGINES.bytes_per_token
+    assert decode["slots_occupied"] == 1 / 64
+    prefill = watching.over_time(PREFILL, states, ENGINES, tokens=1024)
+    assert prefill["parked_bytes"] == ENGINES.kv_bytes / 2 - 1024 * ENGINES.bytes_per_token
+    assert prefill["parked_bytes_told"] == 3.0
+    assert watching.over_time(DECODE, [], ENGINES, tokens=1) == {}
